@@ -94,7 +94,7 @@ def test_bench_draws_and_measures(
 
 
 def test_the_last_line_is_one_to_quote(photos: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says how many times as fast, as what, at what, and where."""
+    """The last line names the ratio, what is compared, the recipes and the machine."""
     assert main([*TINY, photos, "--recipe", "crop"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(
@@ -154,7 +154,7 @@ def test_bad_option_exits_with_2(
 def test_bench_needs_torchvision(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where it is not installed, it says how to install it, and measures nothing."""
+    """Without torchvision the error has the command to install it, and nothing is measured."""
     monkeypatch.setitem(sys.modules, "torchvision", None)
     assert main(TINY) == 2
     said = capsys.readouterr().err

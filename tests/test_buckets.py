@@ -159,7 +159,7 @@ def test_prefetchers_and_torchs_loader_take_bucketed_batches(folder: Path) -> No
 
 
 def test_subsets_and_joined_datasets_are_read_whole() -> None:
-    """Of a ConcatDataset one batch may have samples of each, and of a Subset only its own come."""
+    """A batch of a ConcatDataset may have samples of each part, and a Subset gives only its own."""
     steps = ResizeToBucket(SIZES), v1.PILToTensor()
     both = ConcatDataset([cached(PHOTOS[:9], *steps), cached(PHOTOS[9:], *steps)])
     half = Subset(both, range(5, 25))
@@ -235,7 +235,7 @@ def test_epochs_differ_and_resume_on_other_ranks() -> None:
         labels.tolist() for _, labels in whole[0][:2]
     ]
     other = DataLoader(dataset, batch_sampler=BucketSampler(dataset, 3, rank=0, world_size=1))
-    with pytest.raises(ValueError, match=r"of another loader: .*'batch_size': 3"):
+    with pytest.raises(ValueError, match=r"comes from another loader: .*'batch_size': 3"):
         other.load_state_dict(state)
 
 
@@ -286,7 +286,7 @@ def test_wrong_arguments_are_refused() -> None:
         ResizeToBucket(SIZES, crop="middle")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="sizes of the samples of a Unknown are not known"):
         BucketSampler(Unknown(), 4)
-    with pytest.raises(TypeError, match="PIL images and tensors"):
+    with pytest.raises(TypeError, match="PIL images or tensors"):
         ResizeToBucket(SIZES)(np.zeros((9, 9, 3)))
     with pytest.raises(ValueError, match="not known before they are read"):
         BucketSampler(CachedDataset(Unknown(), storage="none"), 4)
@@ -320,7 +320,7 @@ def test_a_batch_of_several_sizes_names_two_samples(folder: Path, storage: Any) 
 
 
 def test_samples_of_any_dataset_are_named_by_their_place() -> None:
-    """Of a dataset that is not fastdata's, and from worker processes; other errors stay torch's."""
+    """Errors name samples of other datasets, also in worker processes; other errors are torch's."""
     for workers in (0, 1):
         with pytest.raises(MixedSizesError, match=r"sample 0 of the batch is \(3, 4, 5\) and samp"):
             list(DataLoader(Unknown(), batch_size=2, num_workers=workers))

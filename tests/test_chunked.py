@@ -82,7 +82,7 @@ def flat(batches: list[list[int]]) -> list[int]:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two epochs are equal in every pixel and target."""
+    """Return True if two epochs are equal in every pixel and target."""
     pairs = list(zip(first, second, strict=True))
     return all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
 
@@ -141,7 +141,7 @@ def test_pixels_are_those_of_the_loader_in_memory(image_folder: FolderMaker) -> 
 
 
 def test_masks_travel_with_their_images() -> None:
-    """A target that is an image is kept beside the sample, and both come as the dataset gives them."""
+    """A target that is an image is stored with the sample, and both are returned as the dataset gives them."""
     data = [(square(i), square(i + 1)[0]) for i in range(10)]
     with CachedDataset(data, storage="none") as dataset, chunked(dataset, shuffle=False) as loader:
         batches = list(loader)
@@ -167,7 +167,7 @@ def test_a_transform_per_sample_runs_on_each() -> None:
 
 
 def test_a_subset_serves_its_own_samples() -> None:
-    """Of a Subset only its indices come."""
+    """Only the indices of a Subset come."""
     with (
         CachedDataset(Squares(30), storage="none") as dataset,
         chunked(Subset(dataset, range(5, 16))) as loader,
@@ -192,7 +192,7 @@ def test_dicts_are_served(storage: Any) -> None:
 
 
 def test_joined_datasets_are_served() -> None:
-    """Of a ConcatDataset each sample comes."""
+    """Every sample of a ConcatDataset comes."""
     with (
         CachedDataset(Squares(9)) as one,
         CachedDataset(Squares(30)) as other,
@@ -203,7 +203,7 @@ def test_joined_datasets_are_served() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_joined_datasets_have_the_epochs_of_a_loader(workers: int) -> None:
-    """Parts of a ConcatDataset, one of them twice, are augmented anew each epoch, to the pixels of a DataLoader."""
+    """In each epoch a ConcatDataset with a repeated part has the pixels of a DataLoader."""
     data = [(torch.arange(400).reshape(1, 20, 20).to(torch.uint8), n) for n in range(9)]
     crop = transforms.RandomCrop(2)
     with (
@@ -234,7 +234,7 @@ class Drawing(Squares):
 
 
 def test_workers_draw_for_a_dataset_of_the_users_own() -> None:
-    """What each of two processes draws, by whatever generator, no other draws, in no other epoch."""
+    """No two of the draws of two processes are equal, with any generator, in any epoch."""
     with chunked(Drawing(40), num_workers=2) as loader:
         drawn = torch.cat([numbers for _ in range(3) for _, numbers in loader])
     assert [len(set(column)) for column in drawn.T.tolist()] == [120] * 3
@@ -271,7 +271,7 @@ def test_batches_are_gathered_in_the_memory_of_a_prefetcher() -> None:
 
 
 def test_an_empty_dataset_has_no_batches() -> None:
-    """Nor chunks."""
+    """An empty dataset has neither batches nor chunks."""
     with ChunkedLoader([], 4, memory_limit="8GiB") as loader:
         assert list(loader) == []
         assert len(loader) == 0
@@ -295,7 +295,7 @@ NEEDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("limit_mib", [460, 600, 1024, 4096])
 def test_the_plan_stays_under_the_limit(limit_mib: int) -> None:
-    """What is expected at most, the reserve on top, is within the limit, and leaves no room for one batch more."""
+    """The planned peak and the reserve are within the limit, and leave no room for one more batch."""
     plan = plan_chunks(limit_mib * MIB, **NEEDS)
     spare = limit_mib * MIB - plan.peak_bytes - plan.reserve_bytes
     assert 0 <= spare < CHUNKS_HELD * 10 * MIB
@@ -360,7 +360,7 @@ def test_an_order_is_a_permutation_and_follows_from_seed_and_epoch(piece: int, l
 
 
 def test_a_mixed_chunk_is_made_of_whole_pieces() -> None:
-    """Of 4 pieces of 5 in a chunk of 20, all 20 neighbours are there, and not side by side."""
+    """A chunk of 20 with 4 pieces of 5 has all neighbours of its pieces, but not next to each other."""
     planned = chunked_order(100, piece_samples=5, chunk_samples=20).draw(0, 0, 100)
     for start in range(0, 100, 20):
         chunk = planned[start : start + 20]
@@ -483,7 +483,7 @@ def test_a_state_after_the_last_batch_is_the_next_epoch() -> None:
 
 
 def test_a_state_of_another_order_is_refused() -> None:
-    """What differs is named."""
+    """The error names the difference."""
     with chunked(Squares(10)) as loader:
         state = loader.state_dict()
     with (
@@ -531,7 +531,7 @@ def test_a_second_iterator_ends_the_first() -> None:
 
 
 def test_a_closed_loader_ends_its_epoch_but_its_batches_live() -> None:
-    """Batches handed over keep their pixels; a later epoch begins anew."""
+    """Batches that the user holds keep their pixels; a later epoch begins again."""
     loader = chunked(Squares(40), shuffle=False)
     batches = iter(loader)
     batch = next(batches)
@@ -559,7 +559,7 @@ def test_a_pickled_loader_has_the_plan_and_goes_on_alone(tmp_path: Path, kept: b
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_copy_of_a_loader_counts_its_own_epochs(tmp_path: Path, kept: bool) -> None:
-    """It reads the same dataset by the same plan; what it has read and what it resumes is its own."""
+    """A copy reads the same dataset with the same plan, but has its own position and states."""
     options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k"} if kept else {}
     with CachedDataset(Squares(20), **options) as data, chunked(data) as loader:
         epoch = iter(loader)
@@ -589,7 +589,7 @@ def test_batches_kept_by_the_user_are_not_overwritten() -> None:
     "data", [Squares(8), Subset(Squares(8), [1, 2, 5])], ids=["whole", "subset"]
 )
 def test_a_dataset_of_the_users_own_stays_open(data: Any) -> None:
-    """What the loader makes around any other dataset goes with it, the user's own does not."""
+    """Closing the loader closes what it made around the dataset, but not the user's dataset."""
     with CachedDataset(data) as own:
         chunked(own).close()
         assert int(own[0][1]) == int(data[0][1])
@@ -627,7 +627,7 @@ def test_the_report_counts_the_epoch() -> None:
 
 
 def test_repeated_and_negative_indices_are_a_loaders() -> None:
-    """Each repetition in a Subset is drawn anew, and -1 is the last sample, as in a DataLoader."""
+    """Each repetition in a Subset gets its own draws, and -1 is the last sample, as in a DataLoader."""
     pixels = torch.arange(3 * 400).reshape(1, 3, 20, 20).to(torch.uint8).expand(4, -1, -1, -1)
     crop = transforms.RandomCrop(2)
     data = [(image, n) for n, image in enumerate(pixels)]
@@ -642,7 +642,7 @@ def test_repeated_and_negative_indices_are_a_loaders() -> None:
 
 
 def test_what_batches_have_fetched_themselves_is_let_go_of() -> None:
-    """Of a chunk over a network, whose batches may be ahead of the thread that brings it, all is dropped at the end."""
+    """All samples of a remote chunk are released, also those that batches fetched before the thread did."""
     dropped: list[int] = []
 
     class Store:

@@ -77,7 +77,7 @@ def chunked(data: Any, **arguments: Any) -> ChunkedLoader:
 
 
 def order_of(loader: ChunkedLoader, epoch: int) -> Any:
-    """The samples of an epoch, of all ranks, as the loader's state tells what they follow from."""
+    """Return the samples of an epoch, of all ranks, from the loader's state."""
     told = loader.state_dict()["loader"]["order"]
     names = inspect.signature(chunked_order).parameters
     order = chunked_order(**{name: told[name] for name in names})
@@ -85,7 +85,7 @@ def order_of(loader: ChunkedLoader, epoch: int) -> Any:
 
 
 def usual_batches(dataset: Any, loader: ChunkedLoader, epoch: int, rank: int = 0) -> list[Any]:
-    """What ``DataLoader`` serves of a dataset in memory in the order of a chunked loader's epoch."""
+    """Return the batches of ``DataLoader`` over a dataset in memory, in the order of a chunked loader's epoch."""
     world_size = loader.state_dict()["loader"]["world_size"]
     order = order_of(loader, epoch)[rank::world_size].tolist()
     usual = DataLoader(dataset, batch_size=loader.batch_size, sampler=order)
@@ -94,7 +94,7 @@ def usual_batches(dataset: Any, loader: ChunkedLoader, epoch: int, rank: int = 0
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two epochs are equal in every pixel and target."""
+    """Return True if two epochs are equal in every pixel and target."""
     pairs = list(zip(first, second, strict=True))
     return all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
 
@@ -211,7 +211,7 @@ def test_pieces_are_brought_in_one_go(image_folder: FolderMaker, brought: Any, c
 def test_samples_without_neighbours_are_counted_with_the_pages_they_take(
     image_folder: FolderMaker, data: Any, arguments: Any, pages: int
 ) -> None:
-    """Which of the samples are served changes none of them; where no two are neighbours, the plan has more memory."""
+    """If no two samples are neighbours, the plan has more memory per sample, and pixels do not change."""
     root = image_folder(per_class=18, size=(17, 14))
     with (
         on_disk(root) as dataset,
@@ -288,7 +288,7 @@ def test_nothing_is_mapped_around_a_sample_that_was_brought(
 def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was forked while its parent brought samples, and brings some itself."""
+    """A process that was forked while its parent fetched samples can fetch samples itself."""
     data = level_samples(8, (3, 50, 41))
     advise: Any = disk_file_module._advise
     children: list[Any] = []
@@ -314,7 +314,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(
 def test_too_many_pieces_only_take_more_memory(
     image_folder: FolderMaker, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """Where no more of the files may be told apart, the samples are the same."""
+    """If the files have too many pieces to be tracked, the samples are the same."""
     monkeypatch.setattr(disk_file_module, "_MOST_AREAS", most)
     root = image_folder(per_class=13, size=(17, 14))
     with on_disk(root) as dataset, in_memory(root) as kept, chunked(dataset) as loader:
@@ -392,7 +392,7 @@ def test_the_order_does_not_follow_memory(tmp_path: Path, monkeypatch: pytest.Mo
 def test_parts_of_a_chunk_have_room_for_their_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where memory is short of a chunk, samples are read alone, and the plan counts the pages around each."""
+    """If a whole chunk does not fit, samples are read alone, and the plan counts the pages around each."""
     data = level_samples(160, (3, 160, 160))
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         bytes_each = []
@@ -412,7 +412,7 @@ def test_parts_of_a_chunk_have_room_for_their_pages(
     [(0, 0, True), (100, 650, False), (101, 650, True), (0, 550, False)],
 )
 def test_the_page_cache_is_kept_where_it_fits(disk: int, free: int, is_emptied: bool) -> None:
-    """Files of so many bytes beside the 500 that the loader takes and the 50 in reserve."""
+    """Files stay in the page cache if they fit next to the 500 bytes of the loader and a reserve of 50."""
     plan = ChunkPlan(
         limit_bytes=1000,
         in_use_bytes=300,

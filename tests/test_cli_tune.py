@@ -145,7 +145,7 @@ def test_diagnose_stops_a_script_and_says_its_limit(tmp_path: Path) -> None:
 
 
 def test_an_error_of_a_script_is_its_own(tmp_path: Path) -> None:
-    """It is shown as Python does, and so are its warnings."""
+    """Errors and warnings of the script are shown as Python shows them."""
     script = "import warnings\nwarnings.warn('mine')\ndef f():\n    raise ValueError('mine')\nf()\n"
     done = diagnose(tmp_path, script)
     assert done.returncode == 1

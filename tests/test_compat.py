@@ -68,7 +68,7 @@ def _plain(value: Any) -> Any:
 
 
 def _outcome(act: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """What comes of it, a value or an error's type and words, and the warnings; addresses left out."""
+    """Return a call's value, or the type and text of its error, and its warnings, without addresses."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -145,7 +145,7 @@ def test_workers_may_be_counted_by_numpy(engine: dict[str, Any]) -> None:
 
 @EVERY_ENGINE
 def test_a_batch_of_no_samples_is_an_error(engine: dict[str, Any]) -> None:
-    """As torch's ``default_collate`` of an empty list is; a ``collate_fn`` of one's own gets such a list."""
+    """An empty batch raises torch's error; the user's own ``collate_fn`` gets an empty list."""
     cached = CachedDataset(level_samples(4, (3, 4, 4), torch.int64))
     batches: Any = [[0, 1], [], [2]]
     left = iter(DataLoader(cached, batch_sampler=batches, **engine))
@@ -262,7 +262,7 @@ class Drawn(Sampler[int]):
 def test_prefetch_factor(
     engine: dict[str, Any], prefetch_factor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many batches are ahead of the user as in torch: prefetch_factor per worker, one more drawn for each taken."""
+    """As many batches are read ahead as in torch: prefetch_factor per worker, and one more for each that is taken."""
     monkeypatch.setattr(limits, "usable_cores", lambda: 2)
     options = {"prefetch_factor": prefetch_factor} if engine["num_workers"] else {}
 
@@ -420,7 +420,7 @@ def test_a_caught_exception_keeps_nothing_alive(engine: dict[str, Any]) -> None:
 
 
 def test_an_exception_of_worker_init_fn() -> None:
-    """A worker that cannot start says so with its number."""
+    """The error of a worker that cannot start has the worker's number."""
     arguments = {"num_workers": 1, "worker_init_fn": fail_in_worker}
 
     def failed(loader_class: Any) -> Any:
@@ -531,7 +531,7 @@ def test_there_is_no_worker_in_the_training_loop(loader_class: Any) -> None:
 
 
 def test_a_generator_made_from_torchs_draws_alike_in_any_thread() -> None:
-    """What docs/differences.md advises for NumPy's: the same for any number of threads."""
+    """A NumPy generator seeded as docs/differences.md advises draws the same with any number of threads."""
 
     class Drawing(Numbers):
         def __getitem__(self, index: int) -> int:

@@ -32,7 +32,7 @@ def copy(tmp_path: Path) -> Path:
 
 @needs_library
 def test_the_core_is_there_wherever_it_is_built() -> None:
-    """What the tests import has a library that fits this machine, and it is opened once."""
+    """The tests import a tree whose library fits this machine, and it is opened once."""
     assert library.obstacle() is None
     assert library.load() is library.load()
 
@@ -76,7 +76,7 @@ def test_a_library_of_other_sources_is_refused(copy: Path) -> None:
         file.write("\n")
     with pytest.raises(
         OSError,
-        match=r"core-level\d\.\w+ was built from other sources than those next to it: install",
+        match=r"core-level\d\.\w+ was built from other sources than the C files next to it. Install",
     ):
         library.open_library(copy)
 
@@ -91,7 +91,7 @@ def without_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def test_a_missing_library_is_said(without_library: Path) -> None:
-    """Where nothing was built, the obstacle names folder, system and machine, and load raises the same words."""
+    """If nothing was built, the obstacle names folder, system and machine, and load raises the same text."""
     assert f"{without_library} has no core-level" in (library.obstacle() or "")
     with pytest.raises(OSError, match=f"without its compiled core.*this is {sys.platform}"):
         library.load()

@@ -69,7 +69,7 @@ def test_rows_are_rounded_as_torch_rounds_them(dtype: str, name: str, is_last: b
 
 
 def test_uint8_is_rounded_to_the_nearest() -> None:
-    """As timm's FastCollateMixup does it, halves to even."""
+    """Rounding is that of timm's FastCollateMixup: to the nearest, halves to even."""
     samples, blend = samples_of("uint8"), blend_of("one share")
     shares = SHARES[0] / SHARES[0].sum()
     blend = Blend(is_mirrored=True, shares=shares[None], label_shares=shares[None].float())
@@ -135,7 +135,7 @@ def test_what_has_no_place_is_refused() -> None:
     rows = np.zeros(1, load().records["Blended"])
     rows["own"] = rows["partner"] = samples.data_ptr()
     rows["row"] = COUNT
-    with pytest.raises(ValueError, match="is to be written to row 6, but the memory for the batch"):
+    with pytest.raises(ValueError, match="must be written to row 6, but the memory for the batch"):
         Blending(rows, describe_output(table, out.numpy()), converts=False).write()
     rows["row"] = 0
     rows["box"]["height"] = 10

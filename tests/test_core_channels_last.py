@@ -110,7 +110,7 @@ def test_one_channel_becomes_three() -> None:
 @pytest.mark.filterwarnings("ignore:samples are read one by one")
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_what_is_not_served_whole_is_converted(engine: dict[str, Any]) -> None:
-    """Steps of one's own, a collate_fn, samples as they are stored, other datasets, streams."""
+    """Batches that torch or the user makes are converted: own steps, a collate_fn, other datasets, streams."""
     own = prepared(*WINDOW, v2.Lambda(lambda image: image.flip(-1)))
     datasets = [own, prepared(*WINDOW), CachedDataset(Images()), Images(), Stream(Images())]
     for dataset in datasets:

@@ -320,7 +320,7 @@ def test_a_size_is_checked_before_there_is_memory_for_it(monkeypatch: pytest.Mon
 
 
 def test_a_damaged_file_stays_one() -> None:
-    """What Pillow raises of it is raised each time: its bytes are never taken for pixels."""
+    """Pillow's error for a damaged file is raised each time: its bytes are never used as pixels."""
     data = saved(photo(61, 90))[:-400]
     opened = OpenedImages.of_files([data], lambda _: pixels_of(data))
     for _ in range(2):
@@ -357,7 +357,7 @@ def test_a_file_is_decoded_by_no_tables_of_another(marker: int) -> None:
 def test_a_file_that_lacks_scans_is_smoothed_as_pillow_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a progressive file that ends early, a box has the pixels of Pillow's whole image."""
+    """A box of a progressive file that ends early has the pixels of Pillow's whole image."""
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     data = saved(photo(61, 90), progressive=True)
     scans = [at for at in range(len(data)) if data[at : at + 2] == b"\xff\xda"]
@@ -369,7 +369,7 @@ def test_a_file_that_lacks_scans_is_smoothed_as_pillow_does(
 
 
 def test_a_library_without_libjpeg_is_said_to_have_none() -> None:
-    """What has no shared libjpeg-turbo, as Pillow's wheels for Windows, is named with what it lacks."""
+    """The error names a Pillow without a shared libjpeg-turbo, such as its wheels for Windows."""
     with pytest.raises(
         OSError, match=r"is not linked to a shared libjpeg-turbo: it has no jpeg_CreateDecompress"
     ):

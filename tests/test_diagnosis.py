@@ -87,7 +87,7 @@ def case(name: str) -> tuple[Any, Callable[[Any], None]]:
     "limit", ["model", "host-to-device", "decode", "disk", "transform", "collate", "workers"]
 )
 def test_the_culprit_is_named(limit: str) -> None:
-    """Of loops that differ in what is slow, the slow thing is what is said to be the limit."""
+    """In loops that are slow for different reasons, the slow part is reported as the limit."""
     gpu = Sim()
     gpu.on_copy = partial(time.sleep, 4 * LONG_S)
     with gpu.installed() if limit == "host-to-device" else nullcontext():
@@ -149,7 +149,7 @@ def test_names_follow_from_figures(limit: str, changes: dict[str, Any]) -> None:
 
 
 def test_the_line_has_the_figures() -> None:
-    """What the loop waits, and what loader and model could do."""
+    """The line has the share of waiting, and the rates of loader and model."""
     shown = replace(BASE, parts=(SLOW_DISK, CROP))
     line = "The loop waits 90 % of each step for data; reading from disk or network is the limit. "
     line += "The loader alone gives 100 samples/s. The model could take 1,000 samples/s."
@@ -158,7 +158,7 @@ def test_the_line_has_the_figures() -> None:
 
 
 def test_the_two_lines_to_change_stand_at_the_end() -> None:
-    """What they would bring is bounded by the model; a loader of fastdata's, or a slow model, has none."""
+    """The model limits the expected gain; fastdata's loader and a slow model get no advice to change imports."""
     torchs = replace(
         BASE, parts=(READ,), kept_per_s=8000.0, kept="all", imports="DataLoader, ImageFolder"
     )
@@ -176,7 +176,7 @@ def test_the_two_lines_to_change_stand_at_the_end() -> None:
 
 
 def test_keeping_samples_is_tried() -> None:
-    """A torch loader over slow files is tried with its samples kept in memory, and the memory is said."""
+    """A torch loader over slow files is measured with its samples in memory, and the report has the memory it needs."""
     found = diagnose(DataLoader(Samples(partial(time.sleep, LONG_S)), batch_size=2, num_workers=1))
     assert found.kept_per_s
     assert any("all 24 need" in line for line in found.advice)
@@ -208,7 +208,7 @@ def test_any_torch_loader_can_be_diagnosed(make: Callable[[], Any]) -> None:
 
 
 def test_own_batches_are_not_taken_apart() -> None:
-    """Of a fastdata dataset that keeps its samples, what it costs to read one is the transform's."""
+    """If a fastdata dataset stores its samples, the time to read one counts as the transform's."""
     transforms = pytest.importorskip("torchvision.transforms.v2")
     crop = transforms.Compose([transforms.RandomCrop(3), transforms.RandomHorizontalFlip()])
     with CachedDataset(Samples(), transform=crop) as dataset:
@@ -218,7 +218,7 @@ def test_own_batches_are_not_taken_apart() -> None:
 
 
 def test_less_is_said_of_other_iterables() -> None:
-    """Of an iterable that is no DataLoader the loop alone is measured, which is said."""
+    """For an iterable that is not a DataLoader only the loop is measured, and the report has a note."""
     found = diagnose([torch.zeros(4)] * 5, lambda batch: None)
     assert found.loader_per_s is None
     assert replace(found, wait_s=1.0).limit == "loader"
@@ -238,7 +238,7 @@ def fail(*_: Any) -> None:
 
 
 def test_errors_of_the_loop_are_the_users() -> None:
-    """What dataset or step raise in the loop is raised as it is."""
+    """An error of the dataset or the step in the loop is raised unchanged."""
     with pytest.raises(KeyError, match="of the user's own"):
         diagnose(DataLoader(Samples(fail)))
     with pytest.raises(KeyError, match="of the user's own"):
@@ -251,7 +251,7 @@ def fail_in_processes() -> None:
 
 
 def test_errors_apart_are_noted() -> None:
-    """What fails beside the loop is told; the diagnosis is given without it."""
+    """A measurement that fails next to the loop becomes a note; the rest of the diagnosis is returned."""
     found = diagnose(DataLoader(Samples(fail_in_processes), batch_size=2))
     assert found.loader_per_s is None
     assert found.note == "not measured: the loader alone: KeyError: 'elsewhere'"
@@ -268,7 +268,7 @@ def test_workers_that_persist_are_left_alone() -> None:
 
 
 def test_a_loop_of_ones_own_is_timed() -> None:
-    """Waiting and being busy are told apart, over several epochs, without the first batch."""
+    """Waiting and working are timed separately, over several epochs, without the first batch."""
     batches = TimedLoop(DataLoader(Samples(partial(time.sleep, LONG_S), count=4)))
     for _ in range(2):
         for _ in batches:
@@ -315,7 +315,7 @@ def loops_of(folder: Path, end: str, epochs: str, batches: int) -> list[TimedLoo
 @pytest.mark.usefixtures("own_main")
 @pytest.mark.parametrize("end", ["pass", "sys.exit()"])
 def test_a_scripts_loop_is_timed(tmp_path: Path, end: str) -> None:
-    """Whether it is stopped or ends; torch's loaders are then as before."""
+    """A script's loop is timed if it is stopped and if it ends; torch's loaders are restored afterwards."""
     before = DataLoader.__iter__, fastdata.DataLoader.__iter__
     (loop,) = loops_of(tmp_path, end, "1", 10 if end == "pass" else 100)
     assert loop.batches == 10
@@ -339,7 +339,7 @@ def test_a_script_without_a_loop_has_none(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("own_main")
 def test_the_loops_of_prefetchers_are_one(tmp_path: Path) -> None:
-    """A prefetcher that is made anew for each epoch is timed, and the loader in it is not."""
+    """A prefetcher that is made for each epoch is timed as one loop, and the loader inside it is not timed."""
     path = tmp_path / "train.py"
     prefetched = "from fastdata import CudaPrefetcher\n" + SCRIPT.replace("{end}", "pass")
     loader = "DataLoader(Samples(), batch_size=2, num_workers=1)"

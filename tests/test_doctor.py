@@ -87,7 +87,7 @@ def test_what_is_missing_comes_with_advice(
 
 
 def test_what_cannot_be_made_or_loaded_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused memfd and a torchvision of another torch are told with what they raised."""
+    """A refused memfd and a torchvision for another torch are reported with the error that they raised."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -126,7 +126,7 @@ def test_a_gpu_that_torch_does_not_see(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is told why: a driver, a build, an environment variable or a container."""
+    """The check names the reason: driver, build, environment variable or container."""
 
     def unavailable() -> bool:
         warnings.warn("CUDA initialization: CUDA unknown error", stacklevel=1)
@@ -152,7 +152,7 @@ def test_a_gpu_that_torch_does_not_see(
 def test_a_far_gpu_is_told(
     near: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no usable core lies at the node of a GPU, copies cross the sockets."""
+    """If no usable core is at the node of a GPU, the advice is to start the job at that node."""
     (tmp_path / "nvidia/gpus/0000:17:00.0").mkdir(parents=True)
     (tmp_path / "sys/bus/pci/devices/0000:17:00.0").mkdir(parents=True)
     device = tmp_path / "sys/bus/pci/devices/0000:17:00.0"

@@ -116,7 +116,7 @@ def pillow_reads(data: bytes, *, upright: bool) -> np.ndarray:
 
 
 def core_reads(data: bytes, *, upright: bool) -> np.ndarray | None:
-    """What the core makes of a file; None where it asks Pillow."""
+    """Return what the core decodes from a file; None if Pillow must open it."""
 
     def refuse(b: int) -> Any:
         raise LookupError(b)
@@ -133,7 +133,7 @@ def core_reads(data: bytes, *, upright: bool) -> np.ndarray | None:
 
 
 def assert_pillow_agrees(data: bytes) -> bool:
-    """Where the core decides, Pillow reads the same pixels without error and warning."""
+    """Check that Pillow reads the same pixels, without error or warning, from a file that the core decodes."""
     decided = []
     for upright in (False, True):
         found = core_reads(data, upright=upright)
@@ -205,7 +205,7 @@ BLOCKS = {
 @needs_libjpeg
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_other_programs_are_read_as_pillow_reads_them(name: str) -> None:
-    """Those in order are no reason to ask Pillow; all others are."""
+    """The core decodes files with sound blocks of other programs; Pillow opens all others."""
     marker, block, is_plain = BLOCKS[name]
     data = with_segment(marker, block)
     assert assert_pillow_agrees(data) == is_plain
@@ -241,7 +241,7 @@ STORAGES: dict[str, dict[str, Any]] = {
 def test_a_file_that_pillow_refuses_is_refused_in_every_storage(
     name: str, storage: str, step: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    """Metadata for which Image.open raises make one verdict, whoever would decode the pixels."""
+    """Metadata for which Image.open raises give the same error in every storage."""
     (tmp_path / "root" / "a").mkdir(parents=True)
     for number in range(2):
         (tmp_path / "root" / "a" / f"{number}.jpg").write_bytes(REFUSED[name])

@@ -159,7 +159,7 @@ def test_every_bad_file_gives_torchvisions_error(tmp_path: Path, name: str, road
 
 
 def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
-    """As with torchvision, not an unidentified image."""
+    """The error is FileNotFoundError, as with torchvision, not one of an unidentified image."""
     with pytest.raises(FileNotFoundError, match=r"gone\.jpg"):
         load_image(tmp_path / "gone.jpg")
 
@@ -203,7 +203,7 @@ def test_decompression_bombs_are_pils_to_refuse(
 def test_the_core_decodes_ordinary_jpeg(
     name: str, decoded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of JPEG files of one or three colours, PIL reads no more than the header; all others are PIL's."""
+    """For a JPEG of one or three colours PIL reads only the header; PIL decodes all other files."""
     if open_libjpeg()[0] is None:
         pytest.skip("Pillow is linked to no shared libjpeg-turbo")
     data, loaded, load = FILES[name](), [], ImageFile.ImageFile.load
@@ -217,7 +217,7 @@ def test_the_core_decodes_ordinary_jpeg(
 
 
 def of_tensors(path_or_bytes: Any, mode: str = "UNCHANGED", turns: bool = False) -> torch.Tensor:
-    """What torchvision's ``decode_image`` does, or with ``turns`` torchcodec's, whose C++ is not here."""
+    """Return what torchvision's ``decode_image`` does, or with ``turns`` torchcodec's, which is not installed."""
     is_tensor = isinstance(path_or_bytes, torch.Tensor)
     data = path_or_bytes.numpy().tobytes() if is_tensor else Path(path_or_bytes).read_bytes()
     image = Image.open(io.BytesIO(data))
@@ -228,7 +228,7 @@ def of_tensors(path_or_bytes: Any, mode: str = "UNCHANGED", turns: bool = False)
 
 @pytest.fixture
 def decode_tensor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
-    """It, under the name of torchvision's."""
+    """The same function under the name of torchvision's."""
     monkeypatch.setattr(of_tensors, "__module__", "torchvision.io.image")
     monkeypatch.setattr(of_tensors, "__name__", "decode_image")
     return of_tensors
@@ -410,14 +410,14 @@ def test_wide_pil_images_keep_their_values(mode: str, dtype: str) -> None:
     ],
 )
 def test_an_image_without_its_exif_says_so(look: Any) -> None:
-    """Whoever asks for it is told where to, also of images made from it; it can be written to any format."""
+    """Using the EXIF of a stored image, or of one made from it, raises; it can be saved in any format."""
     image, pair = to_pil(np.zeros((3, 5, 6), np.uint8)), (to_pil(np.zeros((1, 5, 6), np.uint8)), 3)
     assert without_exif(image) is image
     assert without_exif(pair) is pair
     for lost in (image, pair[0]):
         with pytest.raises(
             LookupError,
-            match=r"the EXIF data of a stored image, .* were not stored.*exif_transpose itself as the first",
+            match=r"from a store, which does not keep EXIF data .*exif_transpose as the first",
         ):
             look(lost)
     assert pickle.loads(pickle.dumps(image)) == image
@@ -479,7 +479,7 @@ def test_tv_tensors_come_back_over_their_memory(name: str, shape: tuple[int, ...
     with pytest.MonkeyPatch.context() as patched:
         patched.delitem(sys.modules, "torchvision.tv_tensors")
         with pytest.raises(
-            ImportError, match=rf"tv_tensors\.{name}, which this process .* `import torchvision"
+            ImportError, match=rf"tv_tensors\.{name}, but this process .* `import torchvision"
         ):
             from_stored(array, form)
 
@@ -491,16 +491,22 @@ class _Named(torch.Tensor):
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ([1, 2], r"sample of type list cannot be stored; PIL images, tensors and NumPy arrays can"),
-        (np.array([None]), "array of object cannot be stored; give it a numeric dtype"),
-        (np.array(["a"]), "array of <U1 cannot be stored; give it a numeric dtype"),
+        (
+            [1, 2],
+            r"sample of type list cannot be stored, only PIL images, tensors and NumPy arrays",
+        ),
+        (np.array([None]), r"array of object cannot be stored\. Convert it to a numeric dtype"),
+        (np.array(["a"]), r"array of <U1 cannot be stored\. Convert it to a numeric dtype"),
         (np.array(["2020"], "M8[Y]"), r"array of datetime64\[Y\] cannot be stored"),
-        (torch.zeros(2, dtype=torch.bfloat16), r"tensor of torch\.bfloat16.* give \.float\(\)"),
-        (torch.zeros(2).to_sparse(), r"torch\.sparse_coo, .* or \.to_dense\(\) of it"),
-        (torch.zeros(2, device="meta"), r"tensor on meta cannot be stored; give .cpu\(\) of it"),
+        (
+            torch.zeros(2, dtype=torch.bfloat16),
+            r"tensor of torch\.bfloat16.* Return its \.float\(\)",
+        ),
+        (torch.zeros(2).to_sparse(), r"torch\.sparse_coo, .* or \.to_dense\(\)"),
+        (torch.zeros(2, device="meta"), r"tensor on meta cannot be stored\. Return its \.cpu\(\)"),
         (
             torch.zeros(2).as_subclass(_Named),
-            r"a _Named cannot be stored without .* give .as_subclass\(torch.Tensor\)",
+            r"a _Named cannot be stored as a sample, .* its \.as_subclass\(torch.Tensor\)",
         ),
     ],
     ids=["list", "objects", "texts", "times", "bfloat16", "sparse", "device", "subclass"],
@@ -514,7 +520,9 @@ def test_samples_that_cannot_be_stored_say_why(sample: Any, message: str) -> Non
 @pytest.mark.parametrize("array", [np.zeros((2, 5, 6), np.uint8), np.zeros((3, 5, 6), np.float32)])
 def test_arrays_that_are_no_image_are_refused(array: np.ndarray) -> None:
     """Two channels, or three of float, have no PIL mode."""
-    with pytest.raises(TypeError, match="cannot be a PIL image; give 1, 3 or 4 channels of uint8"):
+    with pytest.raises(
+        TypeError, match=r"cannot be a PIL image\. Store 1, 3 or 4 channels of uint8"
+    ):
         to_pil(array)
 
 
@@ -567,7 +575,7 @@ def test_a_sample_without_a_file_is_described() -> None:
 
 @pytest.mark.parametrize("path", [None, "x.jpg"])
 def test_a_type_is_not_cured_by_leaving_samples_out(path: str | None) -> None:
-    """What only code raises is for the code to mend: on_error="skip" would leave out every sample."""
+    """An error of the user's code is raised under on_error="skip", which would otherwise leave out every sample."""
     text = str(sample_error(path, 3, TypeError("a sample of type dict cannot be stored")))
     assert "Correct " in text
     assert "on_error" not in text

@@ -326,7 +326,7 @@ class Doubled(CachedDataset):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_joined_datasets_that_differ_come_one_by_one(num_workers: int) -> None:
-    """What differs is in the report, and samples are those that torch's loader gets."""
+    """The report names the difference, and the samples are equal to those of torch's loader."""
     samples = level_samples(5, (3, 6, 5))
     for make, why in (
         (
@@ -357,7 +357,7 @@ def test_joined_datasets_that_differ_come_one_by_one(num_workers: int) -> None:
 
 
 def test_joined_datasets_warn_once() -> None:
-    """What keeps one of them from being served whole is said by the first loader, not by each."""
+    """The reason why one dataset is read sample by sample is a warning of the first loader only."""
     joined = ConcatDataset([_half(0), _half(11, lambda pixels: pixels.float())])
     with pytest.warns(
         FastDataWarning, match="samples are read one by one, .*runs in Python on each sample"
@@ -367,7 +367,7 @@ def test_joined_datasets_warn_once() -> None:
 
 
 def test_a_resume_over_joined_datasets_keeps_the_draws() -> None:
-    """What is left of an epoch has the samples and draws that it would have had."""
+    """The rest of a resumed epoch has the samples and draws of an uninterrupted one."""
     loaders = [
         DataLoader(JOINED["two"]({"seed": None}), batch_size=4, shuffle=True, num_workers=1)
         for _ in range(2)
@@ -653,7 +653,7 @@ def test_a_lost_fast_path_is_said_once() -> None:
 
 
 class GaussianBlur:
-    """A blur of one's own."""
+    """A user's own class with the name of a transform of torchvision."""
 
     def __call__(self, image: Any) -> Any:
         return image * 1
@@ -698,7 +698,7 @@ class Own(CachedDataset):
 
 
 def test_a_reader_of_ones_own_is_said_to_cost_the_fast_path() -> None:
-    """It is named; what the user asked for is not warned of."""
+    """A warning names the overridden method; there is none if the user chose to read samples one by one."""
     samples = level_samples(4, (3, 4, 4))
     with (
         Own(samples) as own,
@@ -717,7 +717,7 @@ def test_a_reader_of_ones_own_is_said_to_cost_the_fast_path() -> None:
 
 
 def test_the_report_counts_the_epoch(images: CachedDataset) -> None:
-    """Batches, samples and the time spent in the loop add up, and printing says so."""
+    """The report has the right number of batches and samples, and its times are plausible."""
     loader = DataLoader(images, batch_size=4, num_workers=1)
     for _ in loader:
         time.sleep(0.002)
@@ -758,7 +758,7 @@ def test_an_unknown_engine_is_refused(images: CachedDataset) -> None:
 
 
 def test_samplers_are_reachable(images: CachedDataset) -> None:
-    """What frameworks look for is there: sampler, batch_sampler, dataset, and set_epoch on a distributed sampler."""
+    """The attributes that frameworks use exist: sampler, batch_sampler, dataset, and the sampler's set_epoch."""
     sampler = DistributedSampler(images, num_replicas=2, rank=1, shuffle=True)
     loader = DataLoader(images, batch_size=4, sampler=sampler, num_workers=1)
     assert loader.sampler is sampler
@@ -802,7 +802,7 @@ def test_ours_and_torchs_collate_are_not_watched_for_draws(
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_loop_leaves_at_once() -> None:
-    """KeyboardInterrupt ends a process that has reader threads, and nothing is said but the interrupt."""
+    """KeyboardInterrupt ends a process with reader threads, and only the interrupt is printed."""
     script = """
         import os, signal, torch
         from fastdata import CachedDataset, DataLoader, FastDataWarning
@@ -875,7 +875,7 @@ def test_other_words_for_num_workers_are_refused(images: CachedDataset) -> None:
 
 
 def test_a_subsets_indices_may_change_between_epochs(images: CachedDataset) -> None:
-    """As torch's loader does, and as active learning needs: those that it has when the epoch begins."""
+    """An epoch reads the indices that the Subset has when it begins, as with torch's loader."""
     part = Subset(images, [0, 1, 2])
     loader = DataLoader(part, batch_size=2)
     assert _labels(loader) == [[0, 1], [2]]
@@ -908,7 +908,7 @@ def test_batches_behind_a_wrong_index_still_come(images: CachedDataset, num_work
 
 @pytest.mark.parametrize(("workers", "count"), [("thread", 0), ("thread", 1), ("process", 1)])
 def test_a_batch_dies_without_a_line_of_python(workers: Any, count: int) -> None:
-    """Where it is dropped Ctrl-C ends the loop: in a finaliser it would be printed and forgotten."""
+    """Dropping a batch runs no Python code, in which Ctrl-C would be printed and lost."""
     pixels = level_samples(8, (3, 4, 4))
     with CachedDataset(pixels) as dataset:
         batches = iter(DataLoader(dataset, batch_size=2, num_workers=count, workers=workers))

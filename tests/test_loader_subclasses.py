@@ -35,7 +35,7 @@ def _plain(batches: Any) -> list[Any]:
 
 
 def _own_names() -> list[str]:
-    """Names of our loader, and of what it keeps, that torch's does not have; ``_fastdata`` is nobody else's."""
+    """Return the names of our loader that torch's loader does not have, without those of ``_fastdata``."""
     ours = DataLoader(Numbers())
     found = {*dir(ours), *dir(ours._fastdata), *dir(ours._fastdata.resume)}
     found -= {*dir(TorchLoader(Numbers())), "_fastdata"}
@@ -43,7 +43,7 @@ def _own_names() -> list[str]:
 
 
 def test_our_loader_adds_few_names_to_torchs() -> None:
-    """Those that are documented, and one for everything else."""
+    """Only the documented names are added, and one for everything else."""
     documented = {"workers", "distributed", "memory_format"}
     documented |= {"report", "state_dict", "load_state_dict", "set_epoch", "show"}
     added = {*dir(DataLoader(Numbers()))} - {*dir(TorchLoader(Numbers()))}
@@ -211,7 +211,7 @@ def test_a_copy_shares_out_its_own_epochs() -> None:
 def test_a_loader_is_pickled_by_every_protocol(
     memory_format: torch.memory_format, protocol: int
 ) -> None:
-    """As torch's, with its memory format."""
+    """A loader can be pickled like torch's, and keeps its memory format."""
     loader = DataLoader(Numbers(), batch_size=4, memory_format=memory_format)
     again = pickle.loads(pickle.dumps(loader, protocol))
     assert again.memory_format is loader.memory_format is memory_format
@@ -234,7 +234,7 @@ def test_a_loader_is_saved_by_torch() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_forked_process_cannot_read_by_threads_of_its_parent() -> None:
-    """``next`` says so there at once; the parent's epoch goes on, and a new epoch of the child's is whole."""
+    """``next`` in the child raises at once; the parent's epoch continues, and the child can begin its own."""
     loader = DataLoader(Numbers(), batch_size=4, num_workers=2, workers="thread")
     whole = _plain(loader)
     iterator = iter(loader)

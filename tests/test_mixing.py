@@ -75,7 +75,7 @@ def layouts_of(tensor: torch.Tensor) -> list[bool]:
 
 
 def assert_equal(found: Any, expected: Any) -> None:
-    """As many batches of the same types, dtypes, layouts and bits."""
+    """Check that two epochs have equally many batches of the same types, dtypes, memory formats and bits."""
     for batch, right in zip(found, expected, strict=True):
         assert type(batch) is type(right)
         for part, other in zip(batch, right, strict=True):
@@ -84,7 +84,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 def batches_of(dataset: Any, collate_fn: Any, **options: Any) -> list[Any]:
-    """Of two epochs."""
+    """Return the batches of two epochs."""
     loader = DataLoader(dataset, batch_size=5, collate_fn=collate_fn, **options)
     made = [batch for _ in range(2) for batch in loader]
     is_found = "mixed by" in loader.report().path
@@ -364,7 +364,7 @@ def test_batches_that_are_no_pairs_are_handed_over() -> None:
 
 
 def test_a_label_that_is_no_class_is_torchs_error(images: CachedDataset) -> None:
-    """As without fastdata."""
+    """A label that is not a class raises the same error as without fastdata."""
     loader = DataLoader(images, batch_size=5, collate_fn=mixing_of(v2.MixUp(num_classes=3)))
     with pytest.raises(RuntimeError, match="smaller than num_classes"):
         list(loader)
@@ -481,7 +481,7 @@ def test_timm_refuses_a_batch_of_odd_length(images: CachedDataset) -> None:
     ],
 )
 def test_what_of_timm_is_not_served_is_called(kind: str, options: Any, reason: str) -> None:
-    """The report says so."""
+    """Mixers of timm that are not supported are called, and the report has the reason."""
     try:
         mixup = timms(kind, **options)
     except TypeError:

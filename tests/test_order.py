@@ -179,7 +179,7 @@ def test_threads_lose_no_sample_where_a_batch_size_changes(shuffle: bool) -> Non
 
 
 def test_a_state_says_that_it_does_not_count_batches_of_several_sizes() -> None:
-    """It warns within an epoch whose batch size was changed, and not at its end, nor in any other epoch."""
+    """A state warns inside an epoch whose batch size was changed, but not at its end or in another epoch."""
     loader = DataLoader(Levels(COUNT, (1, 2, 3)), batch_size=4)
     iterator = iter(loader)
     next(iterator)

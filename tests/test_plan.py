@@ -172,7 +172,7 @@ def test_what_only_calls_steps_is_seen_through(transform: Any, prepared: list[st
 
 
 class Chain:
-    """A Compose of one's own."""
+    """A user's own Compose."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = list(parts)
@@ -210,7 +210,7 @@ class Crops:
 
 
 class Several:
-    """Views in one's own way."""
+    """A user's own callable that makes several views."""
 
     def __init__(self, one: Any, parts: Any) -> None:
         self.one, self.parts, self.count = one, list(parts), 1
@@ -246,7 +246,7 @@ class Pair:
 
 
 def test_published_wrappers_are_seen_through() -> None:
-    """What MoCo, SimCLR, VICReg and DINO write around their steps, under any names."""
+    """The wrappers of MoCo, SimCLR, VICReg and DINO are replaced by their steps, under any names."""
     chain = Chain(v1.Resize(8), v1.RandomCrop(4))
     assert parts(plan_transform(chain)) == (["Resize"], ["RandomCrop"], [])
     one, other, local = Reference(), Reference(), Reference()
@@ -406,7 +406,10 @@ def test_the_transform_of_weights_is_seen_through() -> None:
         ([v1.Normalize(*NORM)], "does not accept PIL images"),
         ([v1.PILToTensor(), v1.Normalize(*NORM)], "does not accept uint8"),
         ([v1.PILToTensor(), v1.ToTensor()], "does not accept tensors"),
-        ([v1.ToTensor(), v1.Normalize(*NORM), v1.CenterCrop(3)], "comes after Normalize, where it may have to pad"),
+        (
+            [v1.ToTensor(), v1.Normalize(*NORM), v1.CenterCrop(3)],
+            "comes after Normalize, where it may have to pad",
+        ),
         (
             [v1.ToTensor(), v1.Normalize(*NORM), v1.RandomCrop(3, padding=1)],
             "pads with a constant after the conversion",
@@ -563,7 +566,7 @@ def test_forms_that_batch_ops_do_not_know() -> None:
 
 
 def test_plan_is_the_same_for_the_source_and_for_the_store() -> None:
-    """What is prepared does not depend on whether the form named is that before or after the prepare part."""
+    """The prepare part is the same for the form before it and for the form after it."""
     transform = v2.Compose([v2.ToImage(), v2.Resize(4), v2.RandomHorizontalFlip()])
     assert str(plan_transform(transform, form="pil")) == str(
         plan_transform(transform, form="tensor")
@@ -603,7 +606,7 @@ def test_erasing_with_more_values_than_the_core_holds_runs_as_written() -> None:
 
 @pytest.mark.parametrize("version", [v1, v2])
 def test_resizes_and_crops_of_pil_images_have_one_text(version: Any) -> None:
-    """Size and filter of bilinear and bicubic resizes are told, others are not taken for one."""
+    """Bilinear and bicubic resizes are identified by size and filter; other filters have another text."""
 
     def text(step: Any) -> str:
         return describe_transforms([step], is_pil=True)
@@ -630,7 +633,7 @@ class PlainResize:
 
 
 def key_of(transform: Any) -> str:
-    """What tells the steps apart that samples are stored after."""
+    """Return the text that identifies the steps before samples are stored."""
     return describe_transforms(leading_transforms(transform), "")
 
 
@@ -658,7 +661,7 @@ def test_a_key_tells_leading_steps_apart() -> None:
 
 @pytest.mark.parametrize("steps", [[ImageOps.exif_transpose], [PlainResize(4)]])
 def test_a_key_is_the_same_in_every_process(steps: Any) -> None:
-    """A function, or an object without a text of its own, is told by what it is and not by where it is."""
+    """The key of a function, or of an object without a text of its own, depends on its contents, not on its address."""
     key = key_of(v1.Compose(steps))
     assert "0x" not in key
     others = (ImageOps.exif_transpose, PlainResize(4), PlainResize(5), v1.CenterCrop(4))

@@ -212,7 +212,7 @@ def test_a_whole_epoch_leaves_the_next_one(engine: dict[str, Any]) -> None:
     "engine", [INLINE, THREADS, PERSISTENT_THREADS], ids=["inline", "threads", "persistent"]
 )
 def test_resuming_between_epochs_moves_the_global_generator(engine: dict[str, Any]) -> None:
-    """Where the user restores torch's generator, all epochs after a resume between epochs are as uninterrupted."""
+    """If the user restores torch's generator, all epochs after a resume are equal to uninterrupted ones."""
     options = {"batch_size": 4, "shuffle": True, **engine}
     torch.manual_seed(1)
     with _images() as dataset:
@@ -253,7 +253,7 @@ def test_workers_are_seeded_as_in_the_epoch_that_follows() -> None:
 
 
 def test_batches_of_an_unknown_sampler_are_counted() -> None:
-    """As many are skipped of what it gives in the resumed epoch; its draws are not found again."""
+    """As many batches are skipped as the state has counted; the sampler's own draws are not restored."""
     torch.manual_seed(1)
     loader = DataLoader(range(23), batch_size=4, sampler=Shuffle())  # type: ignore[arg-type]
     next(iter(loader))
@@ -310,7 +310,7 @@ def test_a_state_saved_at_the_last_batch_is_the_next_epoch(engine: dict[str, Any
 
 @EVERY_ENGINE
 def test_a_state_holds_until_a_batch_is_handed_over(engine: dict[str, Any]) -> None:
-    """An iterator that nobody asked, as Lightning makes one after loading, does not use the state up."""
+    """An iterator from which no batch was read, such as Lightning's first one, does not use up the state."""
     options = {"batch_size": 4, "shuffle": True, **engine}
     state, rest, _ = _interrupted(options, seen=2)
     with _images() as dataset:
@@ -483,7 +483,7 @@ def test_something_else_is_no_state() -> None:
 
 
 def test_a_state_does_not_follow_the_default_device() -> None:
-    """It is drawn from the CPU's generator, whatever ``torch.set_default_device`` says."""
+    """The base seed is drawn from the CPU's generator, even under ``torch.set_default_device``."""
     loader = DataLoader(PIXELS, batch_size=2)
     with torch.device("meta"):
         state = loader.state_dict()

@@ -224,7 +224,7 @@ def test_the_datasets_seed_decides_the_order(launched: Any) -> None:
     "make", [RANKED["repeated"], RANKED["weighted"]], ids=["repeated", "weighted"]
 )
 def test_repetitions_draw_alike_on_any_number_of_ranks(make: Callable[..., RankSampler]) -> None:
-    """Each copy of a sample is drawn anew, and from the same numbers, wherever in the epoch it is and on what rank."""
+    """Each copy of a sample gets its own draws, and the same ones on any number of ranks."""
     drawn: list[Counter[Any]] = []
     for world_size in (1, 2, 3):
         found: Counter[Any] = Counter()
@@ -270,7 +270,7 @@ def _is_equal(ours: Any, theirs: Any) -> bool:
 
 
 class Repeating(Sampler[int]):
-    """As timm's RepeatAugSampler: each sample three times in a row, shared out to ranks."""
+    """Each sample three times in a row, divided among ranks, as timm's RepeatAugSampler does."""
 
     def __init__(self, length: int, rank: int, num_replicas: int) -> None:
         self.length, self.rank, self.num_replicas = length, rank, num_replicas
@@ -280,7 +280,7 @@ class Repeating(Sampler[int]):
 
 
 def _replacing(length: int) -> Order:
-    """An order of one's own in which samples come again."""
+    """Return a user's own order, in which samples come again."""
 
     def draw(seed: int, epoch: int, count: int) -> Any:
         return np.random.default_rng(epoch).integers(0, length, count)
@@ -337,7 +337,7 @@ def test_no_two_ranks_draw_the_same_for_one_sample(name: str, kind: str) -> None
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_subset_with_repeats_is_resumed(num_workers: int) -> None:
-    """What is left of an epoch in which samples come again has the draws that it would have had."""
+    """The rest of an epoch with repeated samples has the draws of an uninterrupted one."""
     with _large() as dataset:
         part = Subset(dataset, [3, 0, 3, 3, 7, 0, 1, 1])
 
@@ -363,7 +363,7 @@ def test_a_subset_with_repeats_is_resumed(num_workers: int) -> None:
 def _ranks(
     make: Callable[..., Any], batch_size: int, world_size: int, state: Any, steps: int, engine: Any
 ) -> Any:
-    """What all ranks get in ``steps`` steps from a state on, and the states of each after these."""
+    """Return the samples of all ranks in ``steps`` steps after a state, and the states of each rank afterwards."""
     batches, states = [], []
     for rank in range(world_size):
         loader = DataLoader(Numbers(COUNT), **make(batch_size, rank, world_size), **engine)
@@ -650,7 +650,7 @@ def test_an_epoch_set_after_iter_is_kept(launched: Any) -> None:
 
 
 def test_a_batch_sampler_of_ones_own_resumes_over_a_rank_sampler() -> None:
-    """Where fastdata cannot know how samples are batched, batches are counted, and those of other ranks refused."""
+    """With an unknown batch sampler, batches are counted, and a state of other ranks is refused."""
 
     class Pairs(Sampler[list[int]]):
         def __init__(self, sampler: Any) -> None:
@@ -683,7 +683,7 @@ def test_a_batch_sampler_of_ones_own_resumes_over_a_rank_sampler() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_torchs_loader_goes_on_too(num_workers: int) -> None:
-    """In torch's own loader, told how many batches the loop got, a sampler goes on with other ranks."""
+    """In torch's own loader a sampler resumes on other ranks if it gets the number of batches that the loop got."""
     make = partial(_ranked, RANKED["shuffled"])
     seen: list[int] = []
     state: dict[str, Any] = {}
@@ -744,7 +744,7 @@ def test_weights_may_differ_by_any_factor() -> None:
 
 @pytest.mark.parametrize("replacement", [False, True])
 def test_classes_come_equally_often(replacement: bool) -> None:
-    """Of classes of 9, 4 and 2 samples, each batch of three has all; without replacement no sample comes twice."""
+    """With classes of 9, 4 and 2 samples each batch of three has all; without replacement none comes twice."""
     targets = ["a"] * 9 + ["b"] * 4 + ["c"] * 2
     sampler = RankSampler(order=balanced(targets, replacement), rank=0, world_size=1)
     orders = [sampler.order(epoch) for epoch in range(30)]
@@ -914,7 +914,7 @@ def test_a_sampler_made_alone_knows_its_rank_when_it_is_iterated(
 
 
 def test_copies_on_different_ranks_draw_anew_in_torchs_loader_too() -> None:
-    """A sample that two ranks have in one epoch is not cropped alike on both, whoever reads it."""
+    """A sample that two ranks get in one epoch has another random crop on each, also with torch's loader."""
     source = [
         (torch.arange(48 * 48, dtype=torch.uint8).reshape(1, 48, 48).repeat(3, 1, 1), k)
         for k in range(4)

@@ -165,7 +165,7 @@ def test_the_docs_name_every_step_that_is_served() -> None:
 
 
 def program_of(step: Any, store: ArrayStore) -> Program:
-    """Of a step that is served, be it one that is usually prepared."""
+    """Return the program of one step, even of a step that would usually be prepared."""
     plan = plan_transform(
         step, form=store.spec.form, channels=store.samples[0].shape[0], prepared=0
     )
@@ -270,7 +270,7 @@ def test_an_alternating_flip_shows_both_sides_of_each_image_in_two_epochs(form: 
 
 @all_forms
 def test_an_alternating_flip_alone_is_a_random_one(form: str) -> None:
-    """Where nobody says index and epoch, half of the images are mirrored."""
+    """Without index and epoch, half of the images are mirrored."""
     [pixels] = images(1, (3, 4))
     torch.manual_seed(0)
     flips = [to_array(AlternatingFlip()(to_form(pixels, form))) for _ in range(60)]
@@ -637,7 +637,7 @@ def sides_of(records: np.ndarray) -> np.ndarray:
 
 
 def is_value(records: np.ndarray, kind: str) -> np.ndarray:
-    """Where an op changes values in this way."""
+    """Return True if an op changes values in this way."""
     numbers = load().numbers
     kinds = records["value"]["kind"]
     return (records["code"] == numbers["OP_VALUE"]) & (kinds == numbers[kind])
@@ -721,7 +721,7 @@ def test_erasing(api: Any, value: Any) -> None:
 
 
 def erased_boxes(step: Any) -> list[np.ndarray]:
-    """What each of 300 normalised images has in place of what was erased, where there is something."""
+    """Return the values in the erased box of each of 300 normalised images that have one."""
     (array,) = images(1, (40, 30))
     before = [v1.ToTensor(), v1.Normalize((0.5,), (0.25,))]
     (plain,) = serve_many(v1.Compose(before), array, "pil", 1)
@@ -745,7 +745,7 @@ def erased_boxes(step: Any) -> list[np.ndarray]:
     ids=str,
 )
 def test_normalize_behind_erasing_and_noise(step: Any) -> None:
-    """What is erased, or noisy, before Normalize is normalised like everything else."""
+    """Erased and noisy values before Normalize are normalised like all others."""
     store = ArrayStore(images(20, (12, 9)), "tensor")
     first = [v2.ToDtype(torch.float32, scale=True), step]
     norm = v2.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
@@ -840,7 +840,7 @@ TIMM_OPS = {
 
 
 def test_timm_has_no_other_ops(timm_data: Any) -> None:
-    """What its RandAugment and AutoAugment choose from is known here."""
+    """All ops that timm's RandAugment and AutoAugment choose from are known."""
     assert {*timm_data.auto_augment.NAME_TO_OP} == TIMM_OPS
 
 
@@ -1009,7 +1009,7 @@ def test_timm_conversions(timm_data: Any, form: str) -> None:
 
 
 def test_timm_training_transform(timm_data: Any) -> None:
-    """What timm's create_transform makes for training is served whole."""
+    """The transform of timm's create_transform for training runs on whole batches."""
     options = {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "re_mode": "pixel"}
     plan = plan_transform(timm_data.create_transform(224, is_training=True, **options))
     assert (plan.prepare, plan.per_sample, plan.is_batched) == ((), (), True)
@@ -1084,7 +1084,7 @@ class DINOBlur:
     ],
 )
 def test_published_callables(step: Any) -> None:
-    """What MoCo, VICReg and DINO write for themselves gives Pillow's pixels, by draws of their distributions."""
+    """The transforms of MoCo, VICReg and DINO give Pillow's pixels, with draws of the same distributions."""
     (array,) = images(1, (9, 8))
     served = serve_many(step, array, "pil", 400)
     key = sample_keys(SEED, EPOCH, np.arange(400))

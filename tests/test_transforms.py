@@ -270,7 +270,7 @@ def test_crop_offsets_cover_the_whole_range(api: Any) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
 def test_flip_rate(p: float) -> None:
-    """Of 2000 samples a share p is mirrored."""
+    """A share p of 2000 samples is mirrored."""
     store = ArrayStore([np.array([[[1, 2]]], np.uint8)] * 2000)
     out = served([v1.RandomHorizontalFlip(p)], store, range(2000))
     assert abs((out[:, 0, 0, 0] == 2).mean() - p) <= 0.03 * (0 < p < 1)
@@ -406,7 +406,7 @@ def test_random_resized_crop_of_other_channels(channels: int) -> None:
 
 @pytest.mark.parametrize("size", [(10, 60), (60, 10), (20, 20)])
 def test_central_box_where_nothing_fits(size: tuple[int, int]) -> None:
-    """Where ten tries fail, the largest central box of the nearest allowed ratio is taken."""
+    """If ten tries fail, the largest central box with the nearest allowed ratio is used."""
     store = ArrayStore(images(5, size))
     check([v1.RandomResizedCrop(8, scale=(1.5, 2.0))], store)
     check([v1.RandomResizedCrop(8, scale=(0.9, 1.0))], store)
@@ -650,7 +650,7 @@ def test_floats_are_of_the_type_that_holds_now() -> None:
 
 @pytest.mark.parametrize("api", [v1, v2], ids=["v1", "v2"])
 def test_draws_and_pixels_do_not_follow_the_default_device(api: Any) -> None:
-    """Where ``torch.set_default_device`` says another, what is served is made on the CPU all the same."""
+    """Batches are made on the CPU even under ``torch.set_default_device``."""
     image = Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3))
     steps = [api.RandomPerspective(p=1), api.RandAugment(), api.ToTensor(), api.Normalize(*NORM)]
 

@@ -50,7 +50,7 @@ class Samples:
 def climb(
     space: dict[str, Any], start: dict[str, Any], rate: Callable[..., float]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Where ``ascend`` ends if rates are exact, and the challengers it asked for."""
+    """Return the settings at which ``ascend`` ends if rates are exact, and the challengers that it measured."""
     asked = []
 
     def wins(challenger: dict[str, Any], best: dict[str, Any]) -> bool:
@@ -103,7 +103,7 @@ def test_threads_are_tried_before_no_worker() -> None:
 
 
 def test_a_second_round_looks_at_earlier_parameters_again() -> None:
-    """Where the second parameter changes what the first one should be, the search goes back to it."""
+    """If the second parameter changes the best value of the first, the search returns to the first."""
 
     def rate(num_workers: int, workers: str) -> float:
         return {"auto": {1: 3, 2: 4, 4: 2}, "thread": {1: 1, 2: 5, 4: 9}}[workers][num_workers]
@@ -163,14 +163,14 @@ def test_a_rate_is_of_the_steady_loop(
 
 
 def test_epochs_too_short_to_warm_up_are_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a loader of two batches an epoch the start is a part."""
+    """If an epoch has two batches, the start of the epoch is part of the measured time."""
     monkeypatch.setattr("fastdata.tools.measure.time", clock := Clock())
     rate = measure_rate(Bursts(clock, 1, 5.0, batches=2), seconds=1.0)
     assert rate == pytest.approx(20 / 15)
 
 
 def test_a_loader_without_batches_is_refused() -> None:
-    """There is nothing to measure, which is said instead of looping for ever."""
+    """A loader without batches is an error, not an endless loop."""
     with pytest.raises(ValueError, match="gives no batch to measure"):
         measure_rate([], seconds=0.1)
 
@@ -188,7 +188,7 @@ def test_orders_without_an_end_are_permutations() -> None:
 
 
 def test_a_subprocess_changes_nothing_here() -> None:
-    """What is drawn and noted apart stays there; its result comes back."""
+    """Random draws and changes in the forked process stay there; its result is returned."""
     samples, states = Samples(), (random.getstate(), torch.get_rng_state())
     assert (
         in_subprocess(lambda: len([samples[i] for i in range(3)] + samples.read), limit_s=20) == 6
@@ -229,7 +229,7 @@ def test_a_subprocess_raises_what_was_raised() -> None:
 
 
 def test_a_subprocess_ends_its_workers() -> None:
-    """What takes too long is killed with the worker processes it has."""
+    """A measurement that takes too long is killed, with its worker processes."""
     loader = torch.utils.data.DataLoader(Samples(seconds=30), num_workers=2)
     with pytest.raises(TimeoutError, match=r"took longer than 0\.5 s"):
         in_subprocess(lambda: next(iter(loader)), limit_s=0.5)
@@ -240,7 +240,7 @@ def test_a_subprocess_ends_its_workers() -> None:
 
 @pytest.fixture(autouse=True)
 def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As short as they may be, and as many as there are: a loaded machine changes nothing."""
+    """Make probes as short and as many as allowed, so that a loaded machine changes nothing."""
     monkeypatch.setattr("fastdata.tools.judge._PROBES", 1000)
 
 

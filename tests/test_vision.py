@@ -59,7 +59,7 @@ def voc(tmp_path: Path) -> Path:
 
 
 class StandIn:
-    """As much of pycocotools as CocoDetection asks for, which is not among the packages of the tests."""
+    """The part of pycocotools that CocoDetection uses; the tests do not install it."""
 
     def __init__(self, path: str) -> None:
         document = json.loads(Path(path).read_text())

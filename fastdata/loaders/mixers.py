@@ -26,7 +26,7 @@ _CHOOSING = ("RandomChoice", "RandomApply", "Identity")
 
 
 class NotServedError(Exception):
-    """An object mixes batches, but with settings that are not served."""
+    """An object mixes batches, but with settings that fastdata does not support."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class TorchvisionMixer:
         """Return the mixer of a transform; None if it mixes no batches.
 
         Raises:
-            NotServedError: it does, but not in a way that is served.
+            NotServedError: it does, but not in a way that fastdata supports.
         """
         if not is_v2(transform):
             return None
@@ -71,12 +71,12 @@ class TorchvisionMixer:
         return cls(transform=transform, classes=classes.pop(), name=" or ".join(names))
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Return True if images of a dtype can be mixed: MixUp refuses whole numbers."""
+        """Return True if images of a dtype can be mixed: torchvision's MixUp refuses integers."""
         names = {type(mix).__name__ for mix in _mixes_in(self.transform)}
         return dtype.is_floating_point or names == {"CutMix"}
 
     def draw(self, key: DrawKey, shape_BChw: Shape, dtype: torch.dtype) -> Blend | None:
-        """Draw for a batch as the transform does; None if it leaves images and labels alone."""
+        """Draw for a batch as the transform does; None if images and labels do not change."""
         height, width = shape_BChw[-2:]
         return _draw(self.transform, key.generator(), height, width)
 
@@ -97,8 +97,8 @@ def _mixes_in(transform: Any) -> Iterator[Any]:
 
 
 def _draw(transform: Any, generator: torch.Generator, height: int, width: int) -> Blend | None:
-    # The numbers that the transform's own code draws from `BatchDraws`, in the order of
-    # torchvision's transforms/v2/_container.py and _augment.py, in a tenth of the time.
+    # These are the numbers that the transform itself would draw from `BatchDraws`, in the order of
+    # torchvision's transforms/v2/_container.py and _augment.py, but in a tenth of the time.
     name = known_name(transform)
     if name == "RandomChoice":
         shares = torch.tensor(transform.p)
@@ -110,7 +110,7 @@ def _draw(transform: Any, generator: torch.Generator, height: int, width: int) -
         return _draw(transform.transforms[0], generator, height, width)
     if name == "Identity":
         return None
-    # As torch.distributions.Beta and Dirichlet draw it.
+    # The draw of torch.distributions.Beta, which uses a Dirichlet distribution.
     pair_12 = transform._dist._dirichlet.concentration
     share = float(torch._sample_dirichlet(pair_12, generator=generator)[0, 0])
     if name == "MixUp":
@@ -158,7 +158,7 @@ class TimmMixer:
         """Return the mixer of an object; None if it is not timm's.
 
         Raises:
-            NotServedError: it is, but with settings that are not served.
+            NotServedError: it is, but with settings that fastdata does not support.
         """
         name = known_name(mixup).removeprefix("timm.")
         if name not in ("Mixup", "FastCollateMixup"):
@@ -172,7 +172,7 @@ class TimmMixer:
 
     @property
     def takes_samples(self) -> bool:
-        """True if the object takes a list of samples, and not stacked tensors."""
+        """True if the object takes a list of samples instead of stacked tensors."""
         return self.name == "FastCollateMixup"
 
     @property
@@ -181,7 +181,7 @@ class TimmMixer:
 
     @property
     def label_values(self) -> tuple[float, float]:
-        """Smoothed values of other classes and of the sample's own."""
+        """Label values after smoothing: of other classes, and of the sample's own class."""
         off = self.mixup.label_smoothing / self.mixup.num_classes
         return off, 1.0 - self.mixup.label_smoothing + off
 
@@ -194,7 +194,7 @@ class TimmMixer:
         """Draw for a batch, with the distributions and in the order of timm's data/mixup.py.
 
         Raises:
-            AssertionError: timm's own, as for a batch of odd length.
+            AssertionError: the batch has an odd length; the error is timm's.
         """
         count = shape_BChw[0]
         if count % 2:
@@ -222,7 +222,7 @@ class TimmMixer:
         """Return the blend for drawn shares: one for the batch, for each pair or for each row."""
         boxes = [(0, 0, 0, 0)] * len(shares)
         image_shares = [(1.0, 0.0)] * len(shares)
-        kind = type(shares[0])  # NumPy's float32 if shares are not of the whole batch
+        kind = type(shares[0])  # NumPy's float32 if there is more than one share
         for number, share in enumerate(shares):
             if share == 1:
                 continue
@@ -256,7 +256,7 @@ class TimmMixer:
 
 
 class _Numpy:
-    """NumPy, with another generator in place of its global one."""
+    """Stands for the module NumPy, but has another generator as its global one."""
 
     def __init__(self, random: np.random.RandomState) -> None:
         self.random = random
@@ -266,9 +266,9 @@ class _Numpy:
 
 
 def _seeded(mixup: Any, random: np.random.RandomState) -> dict[str, Any]:
-    """Return copies of the functions of timm's module, and of its methods, that draw elsewhere."""
+    """Return copies of timm's functions and methods that draw from another generator."""
     # timm (0.4 to 1.0) draws from NumPy's global generator, which all threads share and users seed.
-    # Copies of its functions see a module of their own, in which only `np` differs.
+    # The copies have the globals of timm's module, except that `np` is replaced.
     kind = type(mixup)
     module = vars(sys.modules[kind.__module__])
     seen = {**module, "np": _Numpy(random)}

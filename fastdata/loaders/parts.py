@@ -1,4 +1,4 @@
-"""The fastdata datasets behind a loader, in any ``Subset`` and ``ConcatDataset``, read as one."""
+"""The fastdata datasets of a loader, also inside ``Subset`` and ``ConcatDataset``, read as one."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _T = TypeVar("_T")
 _J = TypeVar("_J")
 
 _Piece = tuple[int, Array, IndexBatch]
-"""The number of a dataset in a batch, the rows of its samples, and their batch."""
+"""The number of a dataset, the rows that its samples have in a batch, and these samples."""
 
 _PART_SALT_1 = np.array([0x70617274])
-"""Keeps the seeds of a ``ConcatDataset``'s parts apart from the keys of samples."""
+"""Makes the seeds of the parts of a ``ConcatDataset`` differ from the keys of samples."""
 
 
 class JoinedReader:
@@ -55,11 +55,11 @@ class JoinedReader:
         pieces = list(self._pieces(batch))
         sources: list[Any] = [None] * len(pieces)
         outputs = first.outputs
-        if self.obstacle is not None:  # the shape follows from the samples
+        if self.obstacle is not None:  # samples differ in shape: look at those of this batch
             sources = [readers[number].open(piece) for number, _, piece in pieces]
             outputs = self._outputs_of(pieces, sources)
         outs = first.allocate(len(batch), outputs, allocate, channels_last=is_last)
-        # Each dataset writes its rows of one batch, so that nothing is copied to join them.
+        # Each dataset writes its rows directly into the batch, so nothing is copied to join them.
         for (number, row_B, piece), opened in zip(pieces, sources, strict=True):
             readers[number].read_into(outs, piece, row_B, opened)
         parts = first.as_tensors(outs)
@@ -135,7 +135,7 @@ class JoinedReader:
             seed = self.readers[number].stored.options.seed
             if seed is None:
                 seed = batch.seed
-            if number:  # so that the same index in two datasets has independent draws
+            if number:  # another seed, so that equal indices of two datasets have independent draws
                 seed = int(sample_keys(seed, number, _PART_SALT_1)[0])
             visit_B = batch.visits[row_B]
             piece = IndexBatch.of(position_B.tolist(), position_B, visit_B, seed)
@@ -191,10 +191,13 @@ class Parts:
 
     @classmethod
     def find(cls, dataset: Any) -> Parts:
-        """Find the datasets in ``Subset`` and ``ConcatDataset``; none next to other datasets."""
+        """Find the datasets, also inside ``Subset`` and ``ConcatDataset``.
+
+        If a ``ConcatDataset`` also has other datasets, none are found.
+        """
         datasets: list[PreparedDataset] = []
         subset = None
-        # Not isinstance: a proxy may give the class of the object inside it as its own.
+        # Not isinstance: a proxy may pretend to have the class of the object inside it.
         if issubclass(type(dataset), PreparedDataset):
             datasets.append(dataset)
         else:
@@ -213,8 +216,8 @@ class Parts:
 
     @property
     def index_count(self) -> int:
-        """The number of indices, from 0 on, that may be asked for."""
-        return sum(map(index_count, self.datasets))  # samples may have been assigned since
+        """The number of valid indices, which begin at 0."""
+        return sum(map(index_count, self.datasets))  # not stored: the user may assign samples
 
     @property
     def epoch(self) -> int | None:
@@ -227,7 +230,7 @@ class Parts:
         return _first(dataset._fastdata.stored.options.seed for dataset in self.datasets)
 
     def reader(self) -> AnyReader | None:
-        """Return the reader of an epoch that begins now, with all changes made in place."""
+        """Return the reader of an epoch that begins now, with all changes by the user."""
         readers = [dataset._fastdata.refresh() for dataset in self.datasets]
         return self._one(readers, JoinedReader)
 
@@ -248,7 +251,7 @@ class Parts:
 
     @property
     def prepared_share(self) -> float:
-        """The share of samples that are stored already, of the dataset with the fewest."""
+        """The share of samples that are stored already, in the dataset where it is smallest."""
         index = None if len(self.datasets) > 1 else self.subset
         shares = [1.0]
         for dataset in self.datasets:
@@ -265,7 +268,7 @@ class Parts:
         """
         if self.subset is None:
             return dataset
-        # A copy of another class has the user's attributes, which worker_init_fn may read.
+        # A copy, so that it has the user's attributes, which worker_init_fn may read.
         whole: Any = copy.copy(dataset)
         whole.__class__ = _WholeConcat if type(dataset) is ConcatDataset else _WholeSubset
         whole.behind = replace(self, subset=None)
@@ -275,7 +278,7 @@ class Parts:
 
 
 def _difference(forms: Iterable[str]) -> str | None:
-    """Return an obstacle if datasets serve images of several forms."""
+    """Return the obstacle if the datasets have images of several forms."""
     different = dict.fromkeys(forms)
     if len(different) < 2:
         return None

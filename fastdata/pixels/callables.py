@@ -1,9 +1,10 @@
-"""The user's own callables that do nothing but call transforms, such as MoCo's two crops.
+"""The user's own callables that only call transforms, such as MoCo's two crops.
 
 Such a callable is run once on stand-ins: for an image, and for every global, attribute and closure
-that its code reads. A stand-in for a transform notes that it was called. Code without a condition
-does the same each time, so the calls that were noted are all that it ever does. Code that does
-more is not run, by its instructions, or fails on a stand-in, and then stays the user's own.
+that its code reads. A stand-in for a transform records that it was called. Code without a condition
+makes the same calls each time, so the recorded calls are all that it ever does. Code with other
+instructions is not run, and code that does anything else fails on a stand-in; in both cases the
+callable runs as the user wrote it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fastdata.pixels.resize import TO_RGB
 
 
 def seen_through(call: Any) -> tuple[Any, ...] | None:
-    """Return the transforms that a callable calls one after the other; None if it does more.
+    """Return the transforms that a callable calls in order; None if it does anything else.
 
     A callable that returns several results is one ``Views``.
     """
@@ -42,7 +43,7 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
         made = run(_Image(log))
         views = made if type(made) in (list, tuple) else (made,)
         calls = [view._calls for view in views]
-    except Exception:  # noqa: BLE001  # it does more with a stand-in than to call it
+    except Exception:  # noqa: BLE001  # a stand-in refuses everything but calls
         return None
     if LONG_MASK in log:  # only masks become labels
         return None
@@ -62,7 +63,7 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
 
 
 def seen_through_pair(call: Any) -> tuple[Any, ...] | None:
-    """Return the transforms of albumentations that a callable of image and mask calls with both.
+    """Return the transforms of albumentations that a callable calls with an image and its mask.
 
     Behind them ``LONG_MASK`` stands for ``mask.long()``, which labels of losses need. None if the
     callable does more.
@@ -83,7 +84,7 @@ def seen_through_pair(call: Any) -> tuple[Any, ...] | None:
         are_of_both = mask_log in (image_log, [*image_log, LONG_MASK])
         is_whole = image._log is image_log and image._has_all_calls
         is_whole_mask = mask._log is mask_log and mask._has_all_calls
-    except Exception:  # noqa: BLE001  # it does more with a stand-in than to call a transform
+    except Exception:  # noqa: BLE001  # a stand-in refuses everything but calls of transforms
         return None
     if not (image_log and are_joint and are_of_both and is_whole and is_whole_mask):
         return None
@@ -91,7 +92,7 @@ def seen_through_pair(call: Any) -> tuple[Any, ...] | None:
 
 
 def code_of_call(call: Any) -> tuple[Callable[..., Any] | None, Any]:
-    """Return the function that runs when an object is called, and the object it is a method of."""
+    """Return the function that runs when an object is called, and the ``self`` of a method."""
     if isinstance(call, FunctionType):
         return call, None
     if isinstance(call, MethodType):
@@ -105,12 +106,12 @@ def code_of_call(call: Any) -> tuple[Callable[..., Any] | None, Any]:
 
 
 _MORE = ("_IF_", "STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_", "EXC", "SETUP_", "IMPORT_")
-"""Parts of the names of instructions that decide, store something outside, or catch errors."""
+"""Parts of the names of instructions that branch, change outside values, or catch errors."""
 
 
 @cache
 def _names_read(code: CodeType) -> frozenset[str] | None:
-    """Return the names that a function looks up; None if it does more than calling."""
+    """Return the names that a function looks up; None if it does anything but calls."""
     names, instructions = read_code(code)
     for instruction in instructions:
         if any(word in instruction.opname for word in _MORE):
@@ -119,7 +120,7 @@ def _names_read(code: CodeType) -> frozenset[str] | None:
 
 
 def outside_of(call: Any) -> dict[str, Any]:
-    """Return the values that a callable's code would read now from outside, by name.
+    """Return the outside values that a callable's code would read now, by name.
 
     They are empty unless ``seen_through`` would run the callable.
     """
@@ -137,7 +138,7 @@ def outside_of(call: Any) -> dict[str, Any]:
 
 
 def copy_on_stand_ins(call: Any, stand_in: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a copy of a callable, or of what a ``partial`` calls, that can reach only stand-ins.
+    """Return a copy of a callable (also of a ``partial``) that can reach only stand-ins.
 
     ``stand_in`` makes one of each value from outside that its code reads; of a module, of the
     values in it.
@@ -174,8 +175,8 @@ def _run_copy(
     function: FunctionType, names: frozenset[str], owner: Any, stand_in: Callable[[Any], Any]
 ) -> FunctionType | MethodType:
     """Return a copy of a function that can reach nothing but stand-ins."""
-    # The copy has the code of the function, but globals, closures and `self` of its own: whatever
-    # it does, the user's objects are not touched.
+    # The copy has the function's code, but other globals, closures and `self`: so it cannot change
+    # any of the user's objects.
     outside = _stand_ins(function.__globals__, names, stand_in)
     outside["__builtins__"] = {"range": range}  # the only builtin that such callables use
     cells = [CellType(stand_in(cell.cell_contents)) for cell in function.__closure__ or ()]
@@ -187,7 +188,7 @@ def _run_copy(
 
 
 class _Image:
-    """A stand-in for an image, which holds the numbers of the calls in a log that led to it."""
+    """A stand-in for an image, with the numbers of the calls in a log that made it."""
 
     def __init__(self, log: list[Any], calls: tuple[int, ...] = ()) -> None:
         self._log = log
@@ -210,7 +211,7 @@ class _Image:
         return _Image(self._log, (*self._calls, number))
 
     def _through_array(self) -> _Image:
-        """Return the image as ``np.array(image)``, which only albumentations may get."""
+        """Return the stand-in for ``np.array(image)``, which only albumentations may get."""
         array = _Image(self._log, self._calls)
         array._is_array = True
         return array
@@ -233,7 +234,7 @@ class _Joint:
 
 
 def _albumentations_stand_in(transform: Any) -> Callable[..., Any]:
-    """Return a stand-in that is called as albumentations is: ``transform(image=image)["image"]``."""
+    """Return a stand-in with the interface of albumentations: ``transform(image=image)``."""
 
     def call(*, image: _Image, mask: _Image | None = None) -> dict[str, _Image]:
         if mask is None:
@@ -255,7 +256,7 @@ def _stand_ins(
 
 
 def _stand_in(value: Any) -> Any:
-    """Return a stand-in for a transform, or a tuple of them for several.
+    """Return a stand-in for a transform, or a tuple of stand-ins for several.
 
     Numbers stand for themselves, because they count views.
     """

@@ -1,5 +1,5 @@
-"""The compiled core: its library and the calls that draw and serve a batch.
+"""The compiled core: its library, and the calls that make a batch.
 
-library.py opens the library and reads its records, calls.py draws and serves batches, jpeg.py
-decodes files. records.h lists all that Python and C share.
+library.py opens the library and reads its records, calls.py makes batches, and jpeg.py decodes
+files. records.h lists everything that Python and C share.
 """

@@ -1,7 +1,7 @@
-"""Calls of the compiled core that draw and serve a batch, with all lengths checked.
+"""Calls of the compiled core that draw and make a batch.
 
-serve.c describes how a batch is served, records.h the records. The core itself trusts the lengths
-of the arrays that it gets, so they are checked here.
+serve.c describes how a batch is made, and records.h has the records. The core trusts the lengths of
+the arrays that it gets, so this file checks them.
 
 Shape letters: B batch, S ops of a sample, P perspectives.
 """
@@ -19,16 +19,17 @@ from fastdata.pixels.arrays import Array, Float64s, Int32s, Int64s
 from fastdata.pixels.core.library import load
 
 Levels = Mapping[tuple[int, int, int], Float64s]
-"""Magnitudes of a policy, by its place in the table, height and width."""
+"""Magnitudes of policies, by the policy's place in the table, height and width."""
 
 
 class CoreError(Exception):
-    """The core refused the sample at ``place`` of a batch.
+    """The core refused a sample of a batch.
 
     Attributes:
-        reason: the name of a refusal in records.h, such as ``"crop"``.
+        place: number of the sample in the batch.
+        reason: name of the refusal in records.h, such as ``"crop"``.
         program: number of the output whose program refused it.
-        step: place in the table of the step that refused it.
+        step: place of the step in the table.
         numbers: the fields of the refusal.
     """
 
@@ -44,10 +45,11 @@ class CoreError(Exception):
 
 
 class Samples:
-    """Addresses of uint8 samples, and channels, height and width of each.
+    """Addresses of uint8 samples (B,), and their shapes: channels, height and width (B, 3).
 
-    They are (C, H, W) in memory, or JPEG ``files``: addresses of a ``Jpeg``'s functions, of the
-    size of each file (0: the sample is pixels), and of how each is turned.
+    Samples are pixels (C, H, W), or JPEG files. ``files`` then has three addresses: of the
+    functions of a ``Jpeg``, of the sizes of the files in bytes (0: the sample is pixels), and of
+    the EXIF orientations by which they are turned.
     """
 
     files: tuple[int | None, int | None, int | None] = (None, None, None)
@@ -58,7 +60,7 @@ class Samples:
 
 
 class Keys(NamedTuple):
-    """Numbers that samples (B,) are drawn from."""
+    """The numbers that the draws of samples depend on: a seed, and visits and indices (B,)."""
 
     seed: int
     visits: Int64s
@@ -66,10 +68,15 @@ class Keys(NamedTuple):
 
 
 class Table:
-    """Steps of a transform, and magnitudes for some sizes, as the core reads them.
+    """The steps of a transform, and magnitudes for some image sizes, in the form of the core.
 
-    The facts are this machine's. The arrays are kept here, because the record points to them.
-    Immutable, as other threads may be in a call with it.
+    It holds the arrays that its record points to. It never changes, because other threads may be
+    using it in a call.
+
+    Args:
+        steps: records ``STEP``.
+        levels: magnitudes of policies.
+        facts: facts of this machine: the fields ``fuses``, ``resizes_fast`` and ``chooses_order``.
     """
 
     def __init__(self, steps: Array, levels: Levels, **facts: bool) -> None:
@@ -96,10 +103,16 @@ class Table:
 def describe_output(
     table: Table, out: Array, solved_BS8: Float64s | None = None
 ) -> ctypes.Structure:
-    """Return the record of memory that samples are served into, by a table.
+    """Return the record for the memory of a batch, and the table that makes it.
 
-    Memory for rows of (channels, height, width), or of masks (height, width), is C-contiguous, or
-    torch's channels_last. A table that draws perspectives needs what ``solve_perspectives`` gives.
+    Args:
+        table: steps of the transform.
+        out: memory for rows of (channels, height, width), or of masks (height, width);
+            C-contiguous, or torch's channels_last.
+        solved_BS8: result of ``solve_perspectives``, if the table draws perspectives.
+
+    Raises:
+        ValueError: the memory has another format, or is read-only.
     """
     is_last = not out.flags.c_contiguous
     if is_last and not out.transpose(0, 2, 3, 1).flags.c_contiguous:
@@ -107,7 +120,8 @@ def describe_output(
     if not out.flags.writeable:
         raise ValueError("the memory for a batch is read-only, but samples are written to it")
     channels, height, width = (1, *out.shape[1:])[-3:]
-    # One batch of one small sample takes 20 us: a ctypes record is written in 1 us, NumPy's in 4.
+    # A ctypes structure is filled in 1 us, a NumPy record in 4, and a batch of one small sample
+    # takes 20 us in all.
     output = load().output(
         table=table.address,
         out_B=out.ctypes.data,
@@ -120,7 +134,7 @@ def describe_output(
     if solved_BS8 is not None:
         output.solved_BS8 = solved_BS8.ctypes.data
         output.solved = solved_BS8.shape[1]
-    # The record holds addresses only, and a program may get another table meanwhile.
+    # The record holds only addresses, so keep the objects alive: the program may replace its table.
     output.kept = (table, out, solved_BS8)
     return output
 
@@ -128,25 +142,29 @@ def describe_output(
 def draw(
     table: Table, keys: Keys, shapes_B3: Int32s, *, is_probe: bool = False, most: int = 1
 ) -> tuple[Array, Int32s]:
-    """Draw samples of these channels, heights and widths.
+    """Draw the ops of samples, without making any pixel.
 
-    A probe returns no ops and refuses no size. Its height and width are 0 if they are unknown, or
-    differ between draws. Perspectives have their corners instead of coefficients. ``most`` is how
-    many ops a sample is expected to have.
+    Args:
+        table: steps of the transform.
+        keys: seed, visits and indices of the samples.
+        shapes_B3: channels, height and width of each sample.
+        is_probe: True to find only the shapes. A probe returns no ops and refuses no size.
+        most: number of ops that a sample is expected to have; more are found, too.
 
     Returns:
-        the ops of each sample, records ``OP`` (B, S) filled up with OP_NOTHING; and the shapes
-        behind all steps.
+        The ops of each sample, records ``OP`` (B, S) filled up with OP_NOTHING; perspectives have
+        their corners instead of coefficients. And the shapes after all steps (B, 3); for a probe,
+        height and width are 0 if they are unknown or differ between draws.
 
     Raises:
-        CoreError: a step is not for such a sample.
+        CoreError: a step does not support such a sample.
         ValueError: the numbers of keys and of shapes differ.
     """
     _check_lengths(keys, shapes_B3)
     refusal = load().refusal()
     after_B3 = np.array(shapes_B3, np.int32, order="C")
     ops_BS = np.empty((len(after_B3), most), load().records["OP"])
-    # The call returns how many ops a sample has at most, and is repeated if that is more.
+    # The call returns the largest number of ops; if there was no room for it, the call is repeated.
     drawn = load().functions.fastdata_draw(
         table.address,
         keys.seed,
@@ -167,10 +185,13 @@ def draw(
 
 
 def solve_perspectives(ops_BS: Array) -> Float64s:
-    """Return the coefficients (B, S, 8) of those ops that are perspectives, and 0 for others.
+    """Return the coefficients (B, S, 8) of the ops that are perspectives, and 0 for all others.
 
-    As ``_get_perspective_coeffs`` of torchvision's transforms/functional.py, in one call: the last
-    bits of another solver would move pixels, as the solution is rounded to float32.
+    This is ``_get_perspective_coeffs`` of torchvision's transforms/functional.py, in one call for
+    all. Torch's solver is needed: another one has other last bits, which would change pixels.
+
+    Raises:
+        ValueError: three corners are on one line, as they may be for small images.
     """
     solved_BS8 = np.zeros((*ops_BS.shape, 8))
     is_warp_BS = ops_BS["code"] == load().numbers["OP_WARP"]
@@ -178,13 +199,13 @@ def solve_perspectives(ops_BS: Array) -> Float64s:
     ops_P = ops_BS[is_solved_BS]
     equations_P89 = torch.empty((len(ops_P), 8, 9), dtype=torch.float64, device="cpu")
     load().functions.fastdata_equations(ops_P.ctypes.data, len(ops_P), equations_P89.data_ptr())
-    # LAPACK's gels, as torchvision calls it; a solver for squares rounds in another way.
+    # LAPACK's gels, as in torchvision; a solver for square matrices rounds differently.
     try:
         found = torch.linalg.lstsq(equations_P89[..., :8], equations_P89[..., 8:], driver="gels")
     except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
         raise ValueError(
-            "RandomPerspective drew corners that are on one line, as torchvision's does for small "
-            "images. Use larger images or a smaller distortion_scale."
+            "RandomPerspective drew corners that are on one line, which also happens with "
+            "torchvision if images are small. Use larger images or a smaller distortion_scale."
         ) from cause
     solved_BS8[is_solved_BS] = found.solution[..., 0].float()
     return solved_BS8
@@ -200,16 +221,25 @@ def serve(
     last: int,
     blending: Blending | None = None,
 ) -> None:
-    """Serve samples [first, last) of a batch, each as all ``outputs``.
+    """Make samples [first, last) of a batch, for all outputs.
 
-    Sample b is written to row b of an output's memory, or to ``rows[b]``. Its row is filled
-    completely, and no other memory is written, except by ``blending`` of what was served.
+    Sample b is written to row b of each output, or to row ``rows[b]``. The row is filled
+    completely, and no other memory is written, except by ``blending``.
+
+    Args:
+        samples: the samples of the whole batch.
+        keys: seed, visits and indices of the samples.
+        outputs: results of ``describe_output``.
+        rows: the row for each sample; None for row b.
+        first: first sample to make.
+        last: the sample after the last one.
+        blending: rows to blend from these samples, as soon as they are made.
 
     Raises:
-        CoreError: a sample does not come out in that shape, a step is not for it, or its file is
-            damaged.
+        CoreError: a sample has another shape after the steps, a step does not support it, or its
+            file is damaged.
         MemoryError: there is no memory for an image.
-        ValueError: a sample has no key, shape or row, or there is no memory for its row.
+        ValueError: a sample has no key, shape or row, or its row is outside of the memory.
     """
     count = _check_lengths(keys, samples.shapes_B3)
     row_address = None
@@ -225,8 +255,8 @@ def serve(
         )
     if not 0 <= first <= last <= count:
         raise ValueError(
-            f"samples {first} to {last} of a batch of {count} were asked for. "
-            f"Ask for a part of 0 to {count}."
+            f"samples {first} to {last} are not a part of a batch of {count}. Pass numbers from 0 "
+            f"to {count}, in order."
         )
     refusal = load().refusal()
     place = load().functions.fastdata_serve(
@@ -249,13 +279,13 @@ def serve(
 
 
 class Blending:
-    """Rows of a batch, each made of two samples that lie in memory as a row of the output does.
+    """Rows of a batch, each mixed from two samples in the memory format of the output.
 
     Args:
         rows: records ``Blended``, in the order of ``after``. The core trusts their addresses.
-        output: the batch, as ``describe_output`` returns it.
-        converts: True if samples are uint8 that the output's table converts; otherwise they are
-            values of its dtype.
+        output: the batch, as returned by ``describe_output``.
+        converts: True if samples are uint8 that the output's table converts; False if they are
+            values in its dtype.
     """
 
     def __init__(self, rows: Array, output: ctypes.Structure, *, converts: bool) -> None:
@@ -290,15 +320,15 @@ def _error_of(refused: CoreError, count: int) -> Exception:
     if refused.reason == "row":
         row, rows_there = refused.numbers["row"], refused.numbers["rows"]
         return ValueError(
-            f"sample {refused.place} of a batch of {count} is to be written to row {row}, but the "
-            f"memory for the batch has {rows_there} rows of its shape and dtype. Give memory with "
+            f"sample {refused.place} of a batch of {count} must be written to row {row}, but the "
+            f"memory for the batch has {rows_there} rows of its shape and dtype. Pass memory with "
             "a row for every sample."
         )
     return refused
 
 
 def _check_lengths(keys: Keys, shapes_B3: Int32s) -> int:
-    """Return how many samples there are: the core reads one key and one shape of each."""
+    """Return the number of samples, after checking that each has one key and one shape."""
     count = len(keys.indices)
     if len(keys.visits) != count or shapes_B3.shape != (count, 3):
         raise ValueError(

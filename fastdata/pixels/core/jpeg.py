@@ -1,4 +1,4 @@
-"""JPEG files that the core decodes, through the libjpeg-turbo that Pillow is linked to."""
+"""JPEG files for the core, which decodes them with the libjpeg-turbo that Pillow is linked to."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from fastdata.pixels.core.library import load
 
 
 class Jpeg:
-    """Functions of the libjpeg-turbo that a library is linked to, as the core calls them.
+    """The functions of the libjpeg-turbo that another library is linked to, for the core.
+
+    Args:
+        path: path of that library: Pillow's extension module.
 
     Raises:
-        OSError: the library at ``path`` is linked to none, or to one with another interface.
+        OSError: the library is not linked to a libjpeg-turbo, or to one with another interface.
     """
 
     def __init__(self, path: str) -> None:
@@ -60,10 +63,18 @@ def jpeg_headers(
     channels: int | None = None,
     most_pixels: float = np.inf,
 ) -> tuple[Int32s, Int32s]:
-    """Read the headers of files at these addresses: shapes (B, 3), and how files are turned (B,).
+    """Read the headers of files in memory.
 
-    A turn is an EXIF orientation if images are to be ``upright``, else 1, which is none; it is 0
-    for a file that the core does not decode. With ``channels`` None gray files have one channel.
+    Args:
+        files_B: addresses of the files.
+        sizes_B: their sizes in bytes.
+        upright: True to turn images by the orientation in their EXIF.
+        channels: number of channels of all images; None keeps one channel for gray files.
+        most_pixels: the core does not decode larger images.
+
+    Returns:
+        Shapes (B, 3): channels, height and width after turning. And orientations (B,): 1 if an
+        image is not turned, 0 if the core cannot decode the file.
     """
     count = len(files_B)
     if len(sizes_B) != count:

@@ -1,10 +1,10 @@
-"""The compiled core as a library: the file that is opened, and its records, numbers and functions.
+"""The library of the compiled core: opening it, and its records, numbers and functions.
 
-The library is plain C without Python's C API, opened by ctypes, which releases the GIL for each
-whole call. hatch_build.py makes one library for each level of instruction set and puts it into the
-wheel, or next to the C files of an editable install. No library is opened on import. All that
-Python and C share is written once, in records.h; the library exports it as text, and here it
-becomes NumPy dtypes.
+The library is plain C without Python's C API. It is opened by ctypes, which releases the GIL during
+each call. hatch_build.py makes one library for each level of instruction set and puts it into the
+wheel, or next to the C files of an editable install. Importing this file opens no library.
+Everything that Python and C share is written once, in records.h; the library exports it as text,
+and this file makes NumPy dtypes from it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _TYPES: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Core:
-    """An opened library, and the names of records.h as it was compiled with them.
+    """An opened library, with the definitions of records.h that it was compiled with.
 
     Attributes:
         functions: the library; its functions release the GIL.
-        numbers: the number of each enumerator; codes as in core.h, such as ``STEP_PAD``.
-        records: the dtype of each record. ``STEP``, ``OP`` and ``REFUSAL`` have a nested record for
-            each code, all in the same memory.
+        numbers: number of each enumerator; codes have names as in core.h, such as ``STEP_PAD``.
+        records: dtype of each record. ``STEP``, ``OP`` and ``REFUSAL`` have a nested record for
+            each code, all in the same memory, as in a C union.
         reasons: names of the nested records of ``REFUSAL``, from number 1 on.
         output: the record ``Output`` as a ctypes structure.
-        refusal: memory for a ``REFUSAL``.
+        refusal: type of the memory for a ``REFUSAL``.
     """
 
     functions: ctypes.CDLL
@@ -60,10 +60,10 @@ class Core:
 
 @functools.cache
 def load() -> Core:
-    """Open the library, once in a process.
+    """Return the library; it is opened once per process.
 
     Raises:
-        OSError: there is none for this machine.
+        OSError: there is no library for this machine.
     """
     return open_library(Path(__file__).parent)
 
@@ -78,7 +78,11 @@ def obstacle() -> str | None:
 
 
 def open_library(folder: Path) -> Core:
-    """Open the library of the highest level of instruction set that this CPU has."""
+    """Open the library with the highest level of instruction set that this CPU supports.
+
+    Raises:
+        OSError: there is none, or it was built from other sources.
+    """
     files = {int(file.stem[-1]): file for file in folder.glob(f"core-level?{ENDING}")}
     if not files:
         if (folder.parents[2] / "pyproject.toml").exists():
@@ -88,7 +92,7 @@ def open_library(folder: Path) -> Core:
             )
         raise OSError(
             f"fastdata was installed without its compiled core: {folder} has no "
-            f"core-level*{ENDING}. pip makes it on x86-64 (Linux, Windows) and arm64 (Linux, "
+            f"core-level*{ENDING}. pip builds it on x86-64 (Linux, Windows) and arm64 (Linux, "
             f"macOS); this is {sys.platform} on {platform.machine()}."
         )
     lowest = min(files)
@@ -99,19 +103,20 @@ def open_library(folder: Path) -> Core:
         )
     file = files[max(each for each in files if each <= level)]
     library = ctypes.CDLL(str(file))
-    # A stale library next to newer sources would be called with arguments that it does not have.
-    # A wheel has the libraries alone.
+    # Functions of an old library next to newer sources may take other arguments, and crash. A wheel
+    # has the libraries without the sources.
     sources = sorted(folder.glob("*.[ch]"))
     checksum = zlib.crc32(b"".join(map(Path.read_bytes, sources)))
     if sources and library.fastdata_sources() & 0xFFFFFFFF != checksum:
         raise OSError(
-            f"{file} was built from other sources than those next to it: install fastdata again."
+            f"{file} was built from other sources than the C files next to it. Install fastdata "
+            "again."
         )
     return _read_layout(library)
 
 
 def _read_layout(library: ctypes.CDLL) -> Core:
-    """Read the text that the preprocessor made of records.h: kind, name and C text of entries."""
+    """Read records.h as text from the library: each line has a kind, a name and C code."""
     numbers: dict[str, int] = {}
     records: dict[str, Dtype] = {}
     heads: dict[str, Dtype] = {}
@@ -144,7 +149,7 @@ def _read_layout(library: ctypes.CDLL) -> Core:
 
 
 def _declare(library: ctypes.CDLL, head: str, arguments: str) -> None:
-    """Tell ctypes the types of a function: without them it would pass pointers as 32 bits."""
+    """Declare a function's types: without them ctypes would pass pointers as 32 bits."""
     result, name = head.split()
     function = getattr(library, name)
     function.restype = _TYPES[result]
@@ -155,10 +160,10 @@ def _declare(library: ctypes.CDLL, head: str, arguments: str) -> None:
 
 
 def _record(text: str, known: Mapping[str, Dtype]) -> Dtype:
-    """Make a dtype of the fields of a C struct, such as ``int32_t top, left; double fill[4];``."""
+    """Return the dtype of a C struct with fields such as ``int32_t top, left; double fill[4];``."""
     fields: list[tuple[str, Any, tuple[int, ...]]] = []
     for declaration in text.split(";")[:-1]:
-        pointer = re.search(r"\*(\w+)", declaration)  # of a function, too
+        pointer = re.search(r"\*(\w+)", declaration)  # also a pointer to a function
         if pointer:
             fields.append((pointer[1], np.uintp, ()))
             continue
@@ -170,7 +175,7 @@ def _record(text: str, known: Mapping[str, Dtype]) -> Dtype:
 
 
 def _union(head: Dtype, members: Mapping[str, Dtype]) -> Dtype:
-    """Put the fields that all members share first, and the members behind these in one place."""
+    """Return the dtype of a union: the shared fields first, then all members in the same place."""
     places: Any = dict(head.fields or {})
     places |= {name: (dtype, head.itemsize) for name, dtype in members.items()}
     union: Dtype = np.dtype(places)
@@ -178,7 +183,7 @@ def _union(head: Dtype, members: Mapping[str, Dtype]) -> Dtype:
 
 
 def _structure(dtype: Dtype) -> type[ctypes.Structure]:
-    convert: Any = np.ctypeslib.as_ctypes_type  # whose types do not include records
+    convert: Any = np.ctypeslib.as_ctypes_type  # its type hints do not include records
     made: type[ctypes.Structure] = convert(dtype)
     return made
 
@@ -186,6 +191,6 @@ def _structure(dtype: Dtype) -> type[ctypes.Structure]:
 def _check_sizes(library: ctypes.CDLL, made: Sequence[Dtype]) -> None:
     library.fastdata_sizes.restype = ctypes.POINTER(ctypes.c_int64)
     sizes = library.fastdata_sizes()[: len(made)]
-    # Fields that C aligns in another way than NumPy would be read from other places.
+    # If C aligned fields differently from NumPy, they would be read from wrong places.
     if sizes != [dtype.itemsize for dtype in made]:
         raise OSError(f"{library._name} has records of {sizes} bytes, but {made} were read")
