@@ -118,7 +118,9 @@ def test_a_missing_feature_of_a_server_is_named(server: Any) -> None:
         CachedDataset(tar, columns=columns)
 
 
-@pytest.mark.parametrize(("status", "cure"), [(403, "Give credentials"), (503, "tried twice")])
+@pytest.mark.parametrize(
+    ("status", "cure"), [(403, "Give valid credentials"), (503, "tried twice")]
+)
 def test_a_refusal_is_not_called_a_missing_file(server: Any, status: int, cure: str) -> None:
     """A refusal is not a missing file, although fsspec raises FileNotFoundError for any status but 200."""
     server.refusal = status

@@ -101,7 +101,7 @@ def test_credentials_that_are_not_valid_any_more(throttled: ThrottledS3, folder:
     )
     throttled.set_faults(FaultPlan(rate=1, kinds=("expired",)))
     with pytest.raises(
-        RemoteError, match=r"s3://bucket/train/class0/0\.png: PermissionError.*Give cred"
+        RemoteError, match=r"s3://bucket/train/class0/0\.png: PermissionError.*Give valid cred"
     ) as raised:
         dataset[0]
     assert throttled.storage_options["secret"] not in str(raised.value)
