@@ -134,9 +134,13 @@ def test_train_ddp_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     first = _run_python(tmp_path, *TWO_RANKS, *script, "--epochs", "1")
     assert [line.split(":")[0] for line in first if "loss" in line] == ["epoch 1"]
     assert "7  100 samples" in "\n".join(first)
-    then = _run_python(tmp_path, *script, "--epochs", "2")
-    assert [line.split(":")[0] for line in then if "loss" in line] == ["epoch 2"]
-    assert "13  200 samples" in "\n".join(then)
+    alone = {"TMPDIR": str(tmp_path)}
+    again = (str(EXAMPLES / "train_ddp.py"), "--resume", checkpoint, "--epochs", "2")
+    then = run_elsewhere(tmp_path, run_script, alone, *again)
+    assert then.returncode == 0, then.stderr
+    printed = [line.split(":")[0] for line in then.stdout.splitlines() if "loss" in line]
+    assert printed == ["epoch 2"]
+    assert "13  200 samples" in then.stdout
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PORTS.glob("*.py")))
