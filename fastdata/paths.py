@@ -17,9 +17,9 @@ from urllib.parse import unquote
 AnyPath = str | os.PathLike[str]
 
 _URL = re.compile(r"(?!file:)[A-Za-z][\w+.-]+:[:/]")
-"""The beginning of a URL. One slash is enough, because ``Path`` turns two slashes into one. A scheme
-has at least two letters, because a drive of Windows has one. Two colons begin a chain of fsspec,
-such as ``simplecache::s3://bucket``."""
+"""The beginning of a URL. One slash is enough, because ``Path`` turns two slashes into one. A
+scheme has at least two letters, because a drive of Windows has one. Two colons begin a chain of
+fsspec, such as ``simplecache::s3://bucket``."""
 _CHAIN = re.compile(r"[A-Za-z][\w+.-]*::|.*::(?:[A-Za-z][\w+.-]+:)?/", re.DOTALL)
 
 

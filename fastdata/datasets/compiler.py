@@ -111,7 +111,8 @@ def _pair_obstacle(image: Store, mask: Store, transforms: PairTransform) -> str 
             f"only uint8 images with a uint8 {wanted} run on whole batches, "
             f"not {image.spec.dtype} {shapes[0]} with {mask.spec.dtype} {shapes[1]}"
         )
-    # Image and mask draw the same numbers. These have the same effect only if their sizes are equal.
+    # Image and mask draw the same numbers. These have the same effect only if their sizes are
+    # equal.
     differ = (image.shapes[:, -2:] != mask.shapes[:, -2:]).any(axis=1)
     if differ.any():
         return f"the mask of sample {differ.argmax()} is not as large as its image"

@@ -151,7 +151,7 @@ class Reading:
 
     @cached_property
     def obstacle_if_alike(self) -> str | None:
-        """The ``obstacle`` of batches with samples of one shape, as a ``BucketSampler`` makes them."""
+        """The ``obstacle`` of batches of one shape each, as a ``BucketSampler`` makes them."""
         if self.own:
             return self.own
         if self.kept is not None and self.kept.is_tuple:
@@ -223,7 +223,7 @@ class Reading:
 
     @cached_property
     def _are_ragged(self) -> bool:
-        """True if samples may differ in shape: each can be read alone, but they cannot be stacked."""
+        """True if samples may differ in shape: they can be read alone, but not stacked."""
         if self.kept is None:
             return False
         return not (self.outputs and all(store.spec.is_dense for store in self.kept.stores))

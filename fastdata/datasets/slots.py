@@ -153,8 +153,8 @@ class Slot:
         # Batches differ in size, so from the second block on, an eighth more is reserved.
         size_bytes += STATE_BYTES + (size_bytes // 8 if self._block else 0)
         block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
-        # The training loop maps a block only when it receives a batch, and until then the block must
-        # stay open here. This slot is free, so every batch in the old block has been received.
+        # The training loop maps a block only when it receives a batch, and until then the block
+        # must stay open here. This slot is free, so every batch in the old block has been received.
         if self._block:
             self._block.close()
         self._block = block

@@ -38,7 +38,8 @@ class Snapshot:
         # enough, because containers inside of them are in this list too.
         self._parts: list[Container] = []
         self._copies: list[Container] = []
-        # For other contents: the function that reads them, the object, and the contents at this time.
+        # For other contents: the function that reads them, the object, and the contents at this
+        # time.
         self._others: list[tuple[Callable[[Any], object], object, object]] = []
         met = {id(step): step for step in unknown}
         waiting = list(transforms)

@@ -1,8 +1,8 @@
 """Visits of samples: the numbers that determine the random draws of each read.
 
-A visit is ``epoch + (k << 32)``, where k counts the earlier visits to a sample in the same epoch. So
-a sampler that repeats samples gets different draws for each repetition. Without repetitions a visit
-is the epoch.
+A visit is ``epoch + (k << 32)``, where k counts the earlier visits to a sample in the same epoch.
+So a sampler that repeats samples gets different draws for each repetition. Without repetitions a
+visit is the epoch.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class RepeatedIndex(int):
 
 
 class EpochVisits:
-    """Numbers the visits to samples in an epoch, and turns a loader's indices into an ``IndexBatch``.
+    """Numbers the visits of an epoch, and turns a loader's indices into an ``IndexBatch``.
 
     A sample that comes several times in an epoch gets another visit each time. Visits are numbered
     by the marks of a RankSampler, or by how often the index came before. A ``Subset`` that has a

@@ -194,7 +194,8 @@ def _begin(job: Job, parent_pid: int, cores: Collection[int], threads: int | Non
         take_own_positions()
         _job = job
     except OSError as problem:
-        # An error raised here would only break the pool, without a reason. The first task raises it.
+        # An error raised here would only break the pool, without a reason. The first task raises
+        # it.
         _job = functools.partial(_refuse, str(problem))
     os.setpgid(0, 0)  # its own group, so that the processes that it starts are killed with it
     _use_cores(cores)

@@ -22,7 +22,8 @@ def names_in(text: str) -> frozenset[str]:
 
 
 PREPARABLE = names_in(
-    "CenterCrop CoverBucket CropToBucket Grayscale Identity Pad RGB Resize ToPILImage exif_transpose"
+    "CenterCrop CoverBucket CropToBucket Grayscale Identity Pad RGB Resize ToPILImage "
+    "exif_transpose"
 )
 REFORMING = names_in("ToImage PILToTensor ToPureTensor timm.MaybePILToTensor")
 _PREPARABLE_ARRAYS = names_in(

@@ -22,7 +22,7 @@ _PROGRAMS: tuple[Fields, ...] = (
     {"lanes": 8, "fuses": True},
     {"lanes": 8, "fuses": False},
 )
-"""Fields of a ``CvWarp``. Vectors of 16 and 8 floats: AVX2; NEON, or SSE4 without fused products."""
+"""Vectors of 16 and 8 floats, fields of a ``CvWarp``: AVX2; NEON or SSE4 (no fused products)."""
 
 # Far from the image places are rounded to large steps, which makes the programs differ in many
 # pixels. Rows end 14 pixels behind a multiple of 16, so that vectors of 8 and of 16 floats end at

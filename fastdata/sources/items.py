@@ -210,5 +210,5 @@ def _named_keys(item: Any, form: str, which: str) -> ItemKeys:
 
 
 def _class_name(item: object) -> str:
-    """Return the module and name of an item's class, by which ``ItemKeys`` finds the class again."""
+    """Return module and name of an item's class, by which ``ItemKeys`` finds it again."""
     return f"{type(item).__module__}:{type(item).__qualname__}"

@@ -112,7 +112,8 @@ def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
     """Return the keys that ``columns=`` names as sample and target.
 
     Raises:
-        ValueError: ``columns`` has other keys than ``sample`` and ``target``, or no names as values.
+        ValueError: ``columns`` has other keys than ``sample`` and ``target``, or no names as
+        values.
     """
     target: Any = columns.get("target")
     names: list[Any] = [columns.get("sample")]

@@ -213,7 +213,8 @@ class _Build:
             pass
         except CacheError as damage:
             log.warning("the cache is written again: %s", str(damage))
-        # Behind a URL, readers hold no files open. So the files of the previous index stay for them.
+        # Behind a URL, readers hold no files open. So the files of the previous index stay for
+        # them.
         before: set[str] = set()
         if self.place.is_remote:
             with suppress(FileNotFoundError, CacheError):
@@ -243,7 +244,7 @@ class _Build:
                     self.place.remove(name)
 
     def _write(self) -> Cache:
-        """Choose the form of the samples and write them; write them again if their shapes differ."""
+        """Choose the form of the samples and write them, again if their shapes differ."""
         refuse_draws(self.preparer.source, self.options)
         expected = forecast(self.preparer)
         targets = [read.target for read in expected.probed]
@@ -257,7 +258,7 @@ class _Build:
         )
 
     def _choose_codec(self, expected: Forecast) -> CodecTrial:
-        """Return the trial of the user's codec; for "auto" raw if it fits, else the best lossless."""
+        """Return the trial of the user's codec. "auto": raw if it fits, else the best lossless."""
         codec = self.options.codec
         if codec != "auto":
             [trial] = try_codecs(probe_more(self.preparer), codec)
@@ -294,7 +295,8 @@ class _Build:
     def _cut(self, manifest: Manifest, need_bytes: int) -> list[ShardTask]:
         """Cut samples into runs, each named after everything that its bytes depend on.
 
-        Positions are part of that. So a file that is added renames its own shard and all later ones.
+        Positions are part of that. So a file that is added renames its own shard and all later
+        ones.
         """
         content = manifest.content if self.listing is None else ""
         parts = list(map(asdict, manifest.parts))

@@ -118,8 +118,9 @@ class Cache:
                     "its columns overlap, and take more memory than the file has bytes"
                 )
             columns = dict(stored.items())
-            # NumPy reads only as many bytes as the header of a column states. If a flipped bit makes
-            # this too few, the checksum of the whole entry is never compared. This compares it.
+            # NumPy reads only as many bytes as the header of a column states. If a flipped bit
+            # makes this too few, the checksum of the whole entry is never compared. This compares
+            # it.
             if stored.zip.testzip():
                 raise ValueError("its columns are longer than their headers state")
         for name, column in columns.items():
@@ -233,7 +234,7 @@ class Cache:
 
     @cached_property
     def targets(self) -> Any:
-        """Targets of the kept samples: an array, a tensor or a list; zeros if targets are a part."""
+        """Targets of the kept samples: array, tensor or list; zeros if targets are a part."""
         count = len(self.kept)
         if self.manifest.layout.target_is_part:
             return np.zeros(count, int)

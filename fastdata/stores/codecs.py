@@ -204,8 +204,8 @@ class ZstdCodec(Codec):
             written = library.ZstdDecompressor().stream_reader(frame).readinto(filtered)
         if not written == size == filtered.size:
             raise ValueError(
-                f"the frame has {size:,} bytes, but {filtered.size:,} are needed; {written:,} could "
-                "be decompressed"
+                f"the frame has {size:,} bytes, but {filtered.size:,} are needed; {written:,} "
+                "could be decompressed"
             )
 
 

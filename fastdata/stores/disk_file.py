@@ -30,8 +30,8 @@ _FAULT_BYTES = 64 << 10
 _TOUCHED_BYTES = 512
 _HUGE_BYTES = 2 << 20
 _MOST_AREAS = 8192
-"""Areas of a file that get their own flags, of the 65,530 areas that a process may have. Pieces that
-are loaded beyond them map more memory than they need."""
+"""Areas of a file that get their own flags, of the 65,530 areas that a process may have. Pieces
+that are loaded beyond them map more memory than they need."""
 
 
 class DiskFile(Block):
@@ -46,7 +46,7 @@ class DiskFile(Block):
 
     @cached_property
     def _borders(self) -> Counter[int]:
-        """Count for each page the loaded pieces that begin or end in it: two pieces may share it."""
+        """Count the loaded pieces that begin or end in each page. Two pieces may share a page."""
         # Without a lock, because a forked process could wait forever for a thread of its parent.
         # So threads may miscount a page. The page is then evicted early and read again.
         return Counter()
@@ -92,7 +92,8 @@ class DiskFile(Block):
         """Open the file again in another process.
 
         An update of the cache may have removed the file, or given its name to another. The process
-        that opened it still has it, and on Linux it can be opened through that process's descriptor.
+        that opened it still has it, and on Linux it can be opened through that process's
+        descriptor.
 
         Raises:
             StoreGoneError: neither leads to the file.
@@ -136,15 +137,15 @@ class DiskFile(Block):
     # Reading
 
     def load(self, start: int, size: int) -> None:
-        """Load bytes into memory until ``evict``, so that reading them does not wait for the disk."""
+        """Load bytes into memory until ``evict``, so that reads do not wait for the disk."""
         mapped = self._map
         if mapped is None or not size:
             return
         first, stop = _pages(start, size)
         # When a page is touched, the kernel also maps the cached pages around it, up to 2 MiB, but
-        # not beyond an area with other flags. So the piece becomes such an area, and reading it maps
-        # only its own pages. The flags let the disk read ahead, and let the page cache keep the file
-        # in huge pages, which are mapped at no cost.
+        # not beyond an area with other flags. So the piece becomes such an area, and reading it
+        # maps only its own pages. The flags let the disk read ahead, and let the page cache keep
+        # the file in huge pages, which are mapped at no cost.
         if not self._borders:
             _advise(mapped, *_pages(0, len(mapped)), "MADV_NOHUGEPAGE")
         if len(self._borders) < 2 * _MOST_AREAS:

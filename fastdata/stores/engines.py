@@ -43,8 +43,8 @@ def run_elsewhere(
             for future in as_completed(running):
                 yield settle(future.result())
         finally:
-            # After an error or Ctrl-C, waiting tasks are cancelled. Running tasks are waited for, so
-            # that the next build can use their shards, and no task writes after this returns.
+            # After an error or Ctrl-C, waiting tasks are cancelled. Running tasks are waited for,
+            # so that the next build can use their shards, and no task writes after this returns.
             wait([future for future in running if not future.cancel()])
 
 

@@ -142,7 +142,7 @@ def _shown(step: object) -> str:
 
 
 def _what_differs(source: DatasetSource, generators: Sequence[FoundGenerator]) -> str:
-    """Return a text on what differed when items were read again, or which generator moved, or ""."""
+    """Return what differed when items were read again, or which generator moved, or ""."""
     before = [state_of(each.generator) for each in generators]
     try:
         return _read_again(source, generators)

@@ -79,8 +79,8 @@ class StoreFiller(NamedTuple):
                 written.errors[read.index - self.first_index] = read.with_traceback(None)
                 continue
             count = len(read.numbers)
-            # Neighbours go to a table in one call, which is one write to the file. Otherwise samples
-            # are written one by one, so that an error of an encoder belongs to one sample.
+            # Neighbours go to a table in one call, which is one write to the file. Otherwise
+            # samples are written one by one, so that an error of an encoder belongs to one sample.
             are_neighbours = read.numbers[-1] - read.numbers[0] == count - 1
             size = count if are_tables and are_neighbours else 1
             for first in range(0, count, size):

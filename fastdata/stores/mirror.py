@@ -37,7 +37,8 @@ class MirroredStore(DiskStore):
     """Samples in segments of files behind a URL, which are fetched and mapped before they are read.
 
     Segments stay mapped until they are evicted. Whenever a segment has been mapped, its samples are
-    compared with their checksums again. The segment of a sample that fails is fetched a second time.
+    compared with their checksums again. The segment of a sample that fails is fetched a second
+    time.
 
     Args:
         place: folder of the files behind the URL.
@@ -130,8 +131,9 @@ class MirroredStore(DiskStore):
         try:
             super()._check(index)
         except SampleError:
-            # The network or the local disk may have caused the error: fetch the segment again, once.
-            # It is deleted before it is unmapped, or another thread could map the bad bytes again.
+            # The network or the local disk may have caused the error: fetch the segment again,
+            # once. It is deleted before it is unmapped, or another thread could map the bad bytes
+            # again.
             self._folder.delete(self._segment(self._file_of[index]))
             self.evict(np.array([index]))
             super()._check(index)
@@ -210,7 +212,8 @@ class MirroredStore(DiskStore):
         if need_bytes > self.limit_bytes:
             raise CacheError(
                 f"this process needs {format_bytes(need_bytes)} of segments at once, but half of "
-                f"the free space in {self._folder.path.parent} is {format_bytes(self.limit_bytes)}. "
+                f"the free space in {self._folder.path.parent} is "
+                f"{format_bytes(self.limit_bytes)}. "
                 "Free some space, or use ChunkedLoader with a smaller memory_limit= or "
                 "chunk_samples=, which needs only two chunks at a time."
             )

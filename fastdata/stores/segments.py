@@ -34,8 +34,8 @@ _SHARE = 0.5
 _LOCKS = 256
 """Number of lock files. A segment uses that of its number modulo this."""
 _SLACK = 32
-"""Room for a 32nd of the limit is made at once, because finding the oldest segments means looking at
-all."""
+"""Room for a 32nd of the limit is made at once, because finding the oldest segments means looking
+at all."""
 _FOLDER = "mirror-"
 
 
@@ -101,8 +101,8 @@ class SegmentFolder:
         """Write the bytes of a fetched segment, and map them."""
         path = self._path(segment)
         # Written and mapped under another name first: under its own name a file is always complete,
-        # and may be deleted to make room at any moment. If this process is killed here, the next one
-        # that fetches the segment removes the part.
+        # and may be deleted to make room at any moment. If this process is killed here, the next
+        # one that fetches the segment removes the part.
         part = path.with_name(f"{path.name}.part")
         with naming_full_disk(self.path):
             private_folder(self.path)

@@ -37,7 +37,7 @@ from fastdata.stores.targets import Columns, pack_targets
 from fastdata.stores.writer import WriterPlan
 
 _MOST_SHARDS = 200
-"""The most shards: every process keeps a descriptor open for each file, and often 1,024 is the limit.
+"""The most shards: a process keeps a descriptor open for each file, and often 1,024 is the limit.
 """
 
 _LEAST_BYTES = 16 << 20
@@ -219,7 +219,8 @@ class ShardWriter:
 
     def _complete(self, tasks: Sequence[ShardTask]) -> dict[str, Cache]:
         """Return the shards that are complete already, by name."""
-        # One listing, and then all manifests at once, because each answer of a server takes a while.
+        # One listing, and then all manifests at once, because each answer of a server takes a
+        # while.
         sizes = file_sizes(self.place)
         found = [task for task in tasks if shard_manifest_name(task.name) in sizes]
         asked = [self.place.submit(shard_manifest_name(task.name)) for task in found]

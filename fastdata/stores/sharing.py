@@ -73,8 +73,8 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None) -> str
 
 
 _MADE: Counter[str] = Counter()
-"""Number of datasets that this process has made, by key. A second dataset with the same key must not
-follow the first one, whose leader is this process itself."""
+"""Number of datasets that this process has made, by key. A second dataset with the same key must
+not follow the first one, whose leader is this process itself."""
 
 
 def _describe(dataset: Any, cache_key: str | None) -> str:

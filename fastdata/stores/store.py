@@ -155,7 +155,8 @@ class Store:
             raise
         except Exception as cause:  # decoders raise anything
             raise SampleError(
-                f"{len(data):,} bytes of codec {self.codec!r} in the store cannot be decoded: {cause}",
+                f"{len(data):,} bytes of codec {self.codec!r} in the store cannot be decoded: "
+                f"{cause}",
                 index=index,
             ) from cause
 
@@ -172,8 +173,8 @@ class Store:
             for b, index in enumerate(index_B.tolist()):
                 out_B[b] = self._view(index)
             return
-        # All samples are rows of one table, and one call copies them: 256 samples of 32 x 32 px in a
-        # tenth of the time. The table begins after the header of its file.
+        # All samples are rows of one table, and one call copies them: 256 samples of 32 x 32 px in
+        # a tenth of the time. The table begins after the header of its file.
         starts_B = self._offsets[index_B]
         data = self._file_bytes(int(file_B[0]))
         head_bytes = starts_B[0] % self._row_bytes
