@@ -53,7 +53,7 @@ def add_build(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=("local", "ray"),
         default="local",
-        help="prepare on this machine, or on a Ray cluster (needs pip install 'fastdata[ray]'); "
+        help="prepare on this machine, or on a Ray cluster (needs Ray: pip install ray); "
         "default: %(default)s",
     )
     add(
