@@ -388,7 +388,7 @@ def test_boxes_keep_format_and_canvas_as_targets(tmp_path: Path) -> None:
         ):
             CachedDataset([pair], cache_dir=tmp_path, cache_key="boxes")
     with pytest.raises(
-        SampleError, match=r"a BoundingBoxes cannot be stored .* Return it as the target or in it"
+        SampleError, match=r"a BoundingBoxes cannot be stored .* Return it as the target"
     ):
         CachedDataset([((_photo(1), boxes), 3)])
 

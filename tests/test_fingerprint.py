@@ -436,7 +436,7 @@ def test_names_that_are_no_files_may_be_cached(image_folder: Folder) -> None:
         "prepare_workers": 1,
     }
     with pytest.raises(
-        ValueError, match=r"does not list their files in an attribute samples\. Give cache_key="
+        ValueError, match=r"its files are not listed in an attribute samples\. Give cache_key="
     ):
         CachedDataset(Keys(root, [3, 4]), **options)
     for _ in range(2):
