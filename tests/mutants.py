@@ -177,8 +177,8 @@ MUTANTS = [
     Mutant(
         "the loop waits for a thread that close() has given up",
         THREAD,
-        "        elif not self._is_stopped:  # the thread",
-        "        else:  # the thread",
+        "        elif not self._is_stopped:  # an exception",
+        "        else:  # an exception",
         "closed_while_the_loop_waits",
     ),
     Mutant(
@@ -332,7 +332,7 @@ MUTANTS = [
     Mutant(
         "an epoch of the loop's ends with copies in flight",
         LOOP,
-        "                # The next epoch's readers write to this memory.\n"
+        "                # Wait for the copies: the next epoch's readers write to the memory that they read.\n"
         "                self._release_all()\n",
         "                pass\n",
         "left_while_threads_gather",

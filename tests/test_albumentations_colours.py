@@ -294,12 +294,12 @@ def test_noise_differs_from_sample_to_sample() -> None:
 
 REFUSED = {
     "may drop as many channels": lambda: A.ChannelDropout((1, 3)),
-    "fills with another value": lambda: A.ChannelDropout(fill=300),
-    "equalizes what a mask selects": lambda: A.Equalize(mask=np.ones((4, 4), np.uint8)),
+    "has a fill outside of 0 to 255": lambda: A.ChannelDropout(fill=300),
+    "equalizes only the pixels of a mask": lambda: A.Equalize(mask=np.ones((4, 4), np.uint8)),
     "ignores a value": lambda: A.AutoContrast(ignore=3),
     "makes grey by method='pca'": lambda: A.ToGray(method="pca", p=1),
-    "makes other than 1 or 3 channels": lambda: A.ToGray(4, p=1),
-    "changes what only some samples are": lambda: A.ToGray(1, p=0.5),
+    "makes neither 1 nor 3 channels": lambda: A.ToGray(4, p=1),
+    "changes the kind of only some samples": lambda: A.ToGray(1, p=0.5),
     "resizes its noise": lambda: A.GaussNoise(noise_scale_factor=0.5),
     "comes after the conversion to floats": lambda: A.Compose(
         [A.ToFloat(), A.RandomBrightnessContrast()]

@@ -178,17 +178,17 @@ REFUSED = {
     "contains RandomRain, which is not a known batch op": lambda: A.OneOf(
         [A.RandomRain(), A.NoOp()]
     ),
-    "changes what only some samples are": lambda: A.ToFloat(p=0.5),
+    "changes the kind of only some samples": lambda: A.ToFloat(p=0.5),
     "draws transforms with replacement": lambda: A.SomeOf([A.NoOp()], n=2, replace=True),
-    "has a fill that is not a level of uint8": lambda: A.Pad(1, fill=0.5),
+    "has a fill that is not a uint8 value": lambda: A.Pad(1, fill=0.5),
     "has a fill for another number of channels": lambda: A.Pad(1, fill=(1.0, 2.0)),
     "comes after the conversion to floats": lambda: A.Compose([A.Normalize(), A.Normalize()]),
     "pads with a constant after the conversion": lambda: A.Compose([A.ToFloat(), A.Pad(1)]),
-    "gets samples that are not those of ToFloat": lambda: A.FromFloat(),
+    "gets samples that ToFloat did not make": lambda: A.FromFloat(),
     "has bbox_params or keypoint_params": lambda: A.Compose(
         [A.NoOp()], bbox_params=A.BboxParams("yolo", label_fields=[])
     ),
-    "takes arrays": lambda: A.Compose([ToTensorV2(), A.NoOp()]),
+    "needs uint8 arrays": lambda: A.Compose([ToTensorV2(), A.NoOp()]),
 }
 
 
@@ -206,10 +206,10 @@ def test_a_later_version_is_served_while_its_attributes_are_the_same(
     flips = A.Compose([A.OneOf([A.HorizontalFlip(), A.VerticalFlip()]), A.D4(), A.Normalize()])
     assert refusal_of(flips) == ""
     flips[1].mode = "new"
-    text = "is of albumentations 2.0.9, where it has other attributes than in 2.0.8: mode"
+    text = "is from albumentations 2.0.9, where its attributes differ from those in 2.0.8: mode"
     assert text in refusal_of(flips)
     monkeypatch.setattr(A, "__version__", "1.4.24")
-    assert "is of albumentations 1.4.24, and batch ops are those of 2.0.8" in refusal_of(flips)
+    assert "is from albumentations 1.4.24, but batch ops need 2.0.8 or later" in refusal_of(flips)
 
 
 def test_a_method_of_the_users_own_is_called() -> None:

@@ -185,10 +185,10 @@ def test_masks_are_distorted_with_their_images(case: str) -> None:
 
 
 REFUSED = {
-    "has an interpolation that is not served": lambda: A.GridDistortion(interpolation=CUBIC),
+    "has an interpolation that is not supported": lambda: A.GridDistortion(interpolation=CUBIC),
     "has more than 127 steps": lambda: A.GridDistortion(128),
     "has a sigma that is not between 1 and 127": lambda: A.ElasticTransform(sigma=128),
-    "has a fill that is not a level of uint8": lambda: A.OpticalDistortion(fill=0.5),
+    "has a fill that is not a uint8 value": lambda: A.OpticalDistortion(fill=0.5),
     "comes after the conversion to floats": lambda: A.Compose(
         [A.Normalize(), A.ElasticTransform()]
     ),

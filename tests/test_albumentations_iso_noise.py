@@ -101,4 +101,4 @@ def test_parameters_are_drawn_alike() -> None:
 def test_what_is_not_served_says_why() -> None:
     """It runs per sample, as it is written."""
     assert "has an intensity above 16" in refusal_of(A.ISONoise(intensity=(1, 17)))
-    assert "gets images of other than 3 channels" in refusal_of(A.ISONoise(), channels=1)
+    assert "needs images with 3 channels" in refusal_of(A.ISONoise(), channels=1)

@@ -133,9 +133,9 @@ def test_masks_are_moved_with_their_images() -> None:
 
 
 REFUSED = {
-    "has an interpolation that is not served": lambda: A.Rotate(interpolation=4),
+    "has an interpolation that is not supported": lambda: A.Rotate(interpolation=4),
     "comes after the conversion to floats": lambda: A.Compose([A.Normalize(), A.SafeRotate()]),
-    "has a fill that is not a level of uint8": lambda: A.Affine(fill=0.5),
+    "has a fill that is not a uint8 value": lambda: A.Affine(fill=0.5),
     "has a fill for another number of channels": lambda: A.Rotate(fill=(1.0, 2.0)),
 }
 

@@ -290,7 +290,7 @@ def test_wrong_arguments_are_refused() -> None:
         ResizeToBucket(SIZES)(np.zeros((9, 9, 3)))
     with pytest.raises(ValueError, match="not known before they are read"):
         BucketSampler(CachedDataset(Unknown(), storage="none"), 4)
-    with pytest.raises(ValueError, match="a size that is drawn at random"):
+    with pytest.raises(ValueError, match="after the transform is drawn at random"):
         BucketSampler(cached(PHOTOS, v2.RandomResize(10, 20), v2.PILToTensor()), 4)
     with pytest.raises(ValueError, match="2 weights for 23 samples"):
         BucketSampler(SHAPES, 4, weights=[1, 2])

@@ -467,7 +467,7 @@ def test_a_forked_process_cannot_go_on_with_an_iterator(gpu: Sim) -> None:
         try:
             next(batches)
         except RuntimeError as error:
-            code = 0 if "works in the process that made it" in str(error) else 2
+            code = 0 if "works only in the process that made it" in str(error) else 2
         del batches
         os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0

@@ -223,7 +223,7 @@ def test_joined_datasets_are_finished_on_the_cpu(dataset: CachedDataset, gpu: Si
         assert_same(taken(batches), expected)
         assert (
             batches.report().batch_ops
-            == "on the CPU: the samples of a ConcatDataset lie in several stores"
+            == "on the CPU: the samples of a ConcatDataset are in several stores"
         )
         with pytest.raises(
             ValueError,

@@ -16,7 +16,7 @@ Read = Callable[["DatasetSamples"], Any]
 class AddedProperty:
     """A property that fastdata adds to datasets.
 
-    A subclass may set an attribute of the same name, because fastdata does not read the property.
+    A subclass may assign its own value to this name, because fastdata does not read the property.
     """
 
     def __init__(self, read: Read) -> None:
@@ -36,8 +36,8 @@ class AddedProperty:
     def __set__(self, dataset: Any, value: Any) -> None:
         if type(dataset).__module__.startswith("fastdata."):
             raise AttributeError(
-                f"{self._name} of {kind_of(dataset)} cannot be assigned: it says how samples are "
-                "served. Give the options when the dataset is made; transform may be assigned."
+                f"{self._name} of {kind_of(dataset)} cannot be assigned: it describes the dataset. "
+                "Pass the options when you make the dataset; its transform may be assigned."
             )
         vars(dataset)[self._name] = value
 

@@ -40,11 +40,10 @@ if TYPE_CHECKING:
 
 def _asked_through_wrapper(dataset: PreparedDataset) -> Dataset[Any] | None:
     """Return the wrapper whose ``__getattr__`` gave a method of ``dataset`` to torch, else None."""
-    # torch's fetcher, ``Subset`` and ``StackDataset`` call ``__getitems__`` of the object that they
-    # read if it has this attribute. A wrapper that forwards attributes has that of the dataset
-    # inside it, and a bound method does not hold the object that it was found through. Only the
-    # calling frame does: torch's code has it in ``dataset`` or ``self.dataset`` (torch 2.0 to
-    # 2.13).
+    # torch's fetcher, ``Subset`` and ``StackDataset`` call ``__getitems__`` of their dataset if it
+    # has this attribute. A wrapper that forwards attributes returns the method of the dataset
+    # inside it, and a bound method has no reference to the wrapper. Only the calling frame has one:
+    # torch's code has the wrapper in ``dataset`` or ``self.dataset`` (torch 2.0 to 2.13).
     frame = sys._getframe(2)
     if not frame.f_globals.get("__name__", "").startswith("torch.utils.data."):
         return None
@@ -54,7 +53,7 @@ def _asked_through_wrapper(dataset: PreparedDataset) -> Dataset[Any] | None:
 
 
 class PreparedDataset(Dataset[Any]):
-    """The base of all fastdata datasets. Only its subclasses make one.
+    """The base class of all fastdata datasets; only its subclasses are instantiated.
 
     A subclass may have its own ``__getitem__``, ``__getitems__`` or ``__len__``, which are then
     called for every batch. All other state and code is in ``_fastdata``, so that a subclass may use
@@ -82,16 +81,16 @@ class PreparedDataset(Dataset[Any]):
         shard_bytes: int | str | None = None,
         **options: Any,
     ) -> Self:
-        """Make a dataset with ``cache_dir=``, and choose what writes the cache.
+        """Make a dataset with ``cache_dir=``, and choose where the cache is written.
 
         Args:
-            *arguments: of the dataset.
-            engine: ``"local"``, this machine; ``"ray"``, a Ray cluster (extra ``ray``); or any
-                ``concurrent.futures.Executor``. All write the same shards, from which a build that
-                was stopped goes on.
-            shard_bytes: about how large a shard is: bytes, or ``"256MiB"``. Default: 16 to 64 MiB,
-                or as much as 200 shards take.
-            **options: of the dataset. A subclass with its own ``__init__`` has to pass on
+            *arguments: arguments of the dataset.
+            engine: ``"local"`` for this machine; ``"ray"`` for a Ray cluster (extra ``ray``); or
+                any ``concurrent.futures.Executor``. All write the same shards, and a build that was
+                stopped continues from its shards.
+            shard_bytes: approximate size of a shard: bytes, or a text such as ``"256MiB"``.
+                Default: 16 to 64 MiB, or more if the cache would have over 200 shards.
+            **options: options of the dataset. A subclass with its own ``__init__`` has to pass on
                 ``engine`` and ``shard_bytes``, if they are given, with its ``**options``.
         """
         if engine != "local":
@@ -113,7 +112,7 @@ class PreparedDataset(Dataset[Any]):
         """
         samples = self._fastdata
         item = OWN_ITEM.get()
-        # Within the item of a subclass's own method, the epoch has begun with a refresh.
+        # A call from a subclass's own ``__getitem__``: the epoch has begun with a refresh.
         is_refreshed = item is not None and item.samples is samples
         reader = samples.handle() if is_refreshed else samples.refresh()
         return reader.item(number_visits([index], reader, samples.epoch_number))
@@ -121,15 +120,15 @@ class PreparedDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return a whole batch: a ``SampleBatch`` if the transform allows, else a list.
 
-        A wrapper that forwards attributes makes the items by its own ``__getitem__``.
+        If a wrapper has forwarded this method, the wrapper's own ``__getitem__`` makes the items.
         """
         wrapper = _asked_through_wrapper(self)
         if wrapper is not None:
             return [wrapper[index] for index in indices]
         samples = self._fastdata
-        # A loader's threads read at the same time, in an epoch that has begun with a refresh. A
-        # worker process has its own copy of the dataset, which the user's code there may have
-        # changed.
+        # A loader's threads read at the same time, in an epoch that has begun with a refresh. But a
+        # worker process has its own copy of the dataset, and the user's code may have changed it
+        # there.
         if not isinstance(indices, IndexBatch) or get_worker_info() is not None:
             samples.refresh()
         if samples.own_method != "__getitem__":
@@ -167,7 +166,7 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def transforms(self) -> PairTransform | None:
-        """The transform of sample and target together, or both other transforms as one."""
+        """The transform of sample and target together, or one made of both other transforms."""
         given = self._fastdata.transforms
         if given.of_both is not None or (given.of_sample is None and given.of_target is None):
             return given.of_both
@@ -236,8 +235,8 @@ class PreparedDataset(Dataset[Any]):
     def show(self, n: int = 8) -> Any:
         """Return a figure of ``n`` augmented images with their labels; it needs matplotlib.
 
-        Items are spread over the dataset. Colours are shown as before ``Normalize``. A notebook
-        displays the figure; ``dataset.show().savefig("images.png")`` writes it.
+        Items are spread over the dataset. Images have the colours before ``Normalize``. A notebook
+        displays the figure; ``dataset.show().savefig("images.png")`` writes it to a file.
         """
         from fastdata.datasets.showing import show_dataset
 
@@ -252,18 +251,18 @@ class PreparedDataset(Dataset[Any]):
         return self._fastdata.refresh()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that random draws follow, until it is set again.
+        """Set the epoch that random draws depend on, until it is set again.
 
-        A loader of fastdata's follows it always, and other reads if the dataset has a ``seed=``.
-        Without one, other reads follow torch's generator.
+        The draws of fastdata's loaders always depend on it. All other reads depend on it if the
+        dataset has a ``seed=``; otherwise they draw from torch's generator.
         """
         self._fastdata.set_epoch(epoch)
 
     def with_transform(self, transform: Transform | None) -> Self:
-        """Return a second view of the same samples, under another transform, as for validation.
+        """Return a view of the same samples with another transform, for example for validation.
 
-        If the transform begins with other steps than those that samples are stored after, the view
-        gets a store of its own. Memory is given back when the last view is closed or deleted.
+        If the steps that run once per sample differ, the view gets a store of its own. Memory is
+        freed when the last view is closed or deleted.
 
         Example:
             >>> import torch
@@ -297,11 +296,11 @@ class PreparedDataset(Dataset[Any]):
         return self
 
     def filled_share(self) -> float:
-        """Return the share of the samples that are stored already."""
+        """Return the share of the samples that are already stored, from 0 to 1."""
         return self._fastdata.stored.filled_share()
 
     def storage_report(self) -> StorageReport:
-        """Try every codec on samples from the whole dataset, and return a report to be printed.
+        """Try every codec on samples from the whole dataset, and return a report to print.
 
         It takes about a second: up to 25 samples are read, encoded and decoded.
         """
@@ -315,10 +314,10 @@ class PreparedDataset(Dataset[Any]):
         )
 
     def close(self) -> None:
-        """Give the memory back, unless other views are open; idempotent.
+        """Free the memory of the samples, unless other views are open. Idempotent.
 
-        Batches stay valid, and a batch that is being read is completed. An epoch that has begun
-        ends with a StoreGoneError.
+        Batches stay valid, and a batch that is being read is completed. A running epoch ends with a
+        StoreGoneError.
         """
         self._fastdata.close()
 
@@ -330,10 +329,10 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def _fastdata_identity(self) -> Any:
-        """A value that identifies this dataset in the description of another that reads it.
+        """A value that identifies this dataset in the cache key of another dataset that reads it.
 
         Raises:
-            AttributeError: there is no such value, so that the other one needs a ``cache_key``.
+            AttributeError: there is no such value, so the other dataset needs a ``cache_key``.
         """
         samples = self._fastdata
         source = samples.source()
@@ -347,7 +346,7 @@ class PreparedDataset(Dataset[Any]):
 
 
 def is_made(dataset: PreparedDataset) -> bool:
-    """Return False before ``__init__``, which overwrites assigned attributes, as torchvision's."""
+    """Return False before ``__init__`` has run: like torchvision's, it overwrites attributes."""
     return "_fastdata" in vars(dataset)
 
 

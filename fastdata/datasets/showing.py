@@ -35,13 +35,13 @@ def show_dataset(dataset: PreparedDataset, count: int) -> Any:
     length = len(dataset)
     places = np.linspace(0, length - 1, min(count, length))
     indices = places.round().astype(int)
-    with torch.random.fork_rng(devices=[]):  # items draw from torch's generator
+    with torch.random.fork_rng(devices=[]):  # because items draw from torch's generator
         items = [dataset[index] for index in indices.tolist()]
     return show_items(items, dataset)
 
 
 def show_batch(batch: Any, datasets: Sequence[Any], count: int) -> Any:
-    """Return a figure of the first ``count`` items of a batch that was made of datasets."""
+    """Return a figure of the first ``count`` items of a batch from datasets."""
     leaves = leaves_of(batch)
     lengths = [len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
     if not lengths:
@@ -76,10 +76,10 @@ def show_items(items: Sequence[Any], dataset: Any) -> Any:
     """Return a figure of items, each with its images and its label.
 
     Args:
-        items: pairs, tuples or dicts; their images may be tensors (C, H, W), arrays (H, W, C) or
-            PIL images, and lists of these for several views. Masks are shown next to their image.
-        dataset: the one that they come from. If its transform has a Normalize, colours are shown
-            as before it. Its ``classes`` are shown in place of their numbers.
+        items: pairs, tuples or dicts. Images may be tensors (C, H, W), arrays (H, W, C), PIL
+            images, or lists of these for several views. Masks are shown next to their image.
+        dataset: the dataset of the items. If its transform has a Normalize, images have the colours
+            before it. Labels are shown as the names in its ``classes``.
     """
     of_both = getattr(dataset, "transforms", None)
     transform = getattr(dataset, "transform", None) or of_both
@@ -107,13 +107,13 @@ def _draw_grid(cells: Sequence[_Cell], images: int, cells_per_row: int) -> Any:
         first = place * images
         axes[row, first].set_title(cell.text, fontsize=8)
         for column, picture in enumerate(cell.pictures, first):
-            # matplotlib ignores the colour map of a picture in colours.
+            # matplotlib uses the colour map only for pictures without colours.
             axes[row, column].imshow(picture, cmap="gray")
     return figure
 
 
 def _cell(item: Any, undo: Undo, classes: Sequence[str]) -> _Cell:
-    """Return the pictures of an item, and the text of all else."""
+    """Return the pictures of an item, and the text of all other values."""
     pictures: list[Array] = []
     texts: list[str] = []
     for value in _values_of(item):
@@ -137,7 +137,7 @@ def _values_of(item: Any) -> Sequence[Any]:
 
 
 def _label(value: Any, classes: Sequence[str]) -> str:
-    """Return the text of a label: the name of its class, or those of a mix of two."""
+    """Return the text of a label: the name of its class, or two names for a mixed label."""
     if isinstance(value, torch.Tensor) and value.ndim == 1 and value.is_floating_point():
         return _soft_label(value, classes)
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
@@ -146,7 +146,7 @@ def _label(value: Any, classes: Sequence[str]) -> str:
 
 
 def _soft_label(shares: torch.Tensor, classes: Sequence[str]) -> str:
-    """Return the two classes with the largest shares; of a single number, the number."""
+    """Return the two classes with the largest shares, or the number if there is only one."""
     if len(shares) < 2:
         return str(shares.tolist())
     largest, numbers = shares.topk(2)
@@ -194,7 +194,7 @@ def _array_of(image: torch.Tensor) -> Array:
 
 
 def _undo_normalize(transform: Any) -> Undo:
-    """Return what gives images the colours that they had before the last Normalize."""
+    """Return a function that gives images the colours that they had before the last Normalize."""
     singles = flatten_transform(joint_transforms(transform))
     if singles and isinstance(singles[-1], Views):
         first_view = singles[-1].transforms[0]

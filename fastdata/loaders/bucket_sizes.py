@@ -25,15 +25,15 @@ _RATIO_STEP = 0.01
 def find_buckets(dataset: Any, count: int, pixels: int, multiple_of: int = 64) -> list[Bucket]:
     """Return sizes of buckets that fit the images of a dataset, for ``ResizeToBucket``.
 
-    The aspect ratios are those that keep most of the images (the mean square of the difference of
-    logarithms is the least). The result is the same on all ranks.
+    The aspect ratios are those that cut the least from the images: they minimise the mean squared
+    difference of the logarithms. The result is the same on all ranks.
 
     Args:
         dataset: a dataset of fastdata, also in ``Subset`` or ``ConcatDataset``. Sizes are those
             of its stored images, or those in the headers of its files.
-        count: number of buckets, at most: there are fewer where images have fewer ratios.
-        pixels: about how many pixels each bucket has, such as ``512 * 512``.
-        multiple_of: divides heights and widths.
+        count: largest number of buckets. There are fewer if the images have fewer ratios.
+        pixels: approximate number of pixels of each bucket, such as ``512 * 512``.
+        multiple_of: heights and widths are multiples of this number.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ def _rounded(side: float, multiple_of: int) -> int:
 
 
 def _log_ratios(dataset: Any) -> tuple[Float64s, Int64s]:
-    """Return logarithms of the images' width / height, in steps and sorted, and their counts."""
+    """Return the sorted, rounded logarithms of the images' width / height, and their counts."""
     parts = sized_parts(dataset)
     sizes = [image_sizes(part) for part in parts.datasets]
     sizes_N2 = np.concatenate(sizes)
@@ -80,13 +80,14 @@ def _log_ratios(dataset: Any) -> tuple[Float64s, Int64s]:
 
 
 def _cluster(values_V: Float64s, counts_V: Int64s, clusters: int) -> Float64s:
-    """Return the means of clusters of sorted values with the least sum of squared distances."""
-    # Dynamic programming over the first values and clusters: exact, as values are on one line.
+    """Return the means of the clusters of sorted values with the least sum of squared distances."""
+    # Dynamic programming over the first values and clusters. It is exact, because values have one
+    # dimension: a cluster is a range of the sorted values.
     mean_VV, cost_VV = _spans(values_V, counts_V)
     best_V = cost_VV[0]
     begins = []
     for _ in range(1, clusters):
-        # One cluster more, which begins at a value: row.
+        # Add one cluster; each row is a value at which it may begin.
         before_V = np.append(np.inf, best_V[:-1])
         total_VV = before_V[:, None] + cost_VV
         begins.append(total_VV.argmin(axis=0))
@@ -121,7 +122,7 @@ def sized_parts(dataset: Any) -> Parts:
     """Return the fastdata datasets in a dataset.
 
     Raises:
-        TypeError: there are none, so that the sizes of its samples are not known.
+        TypeError: there are none, so the sizes of its samples are not known.
     """
     parts = Parts.find(dataset)
     if not parts.datasets:

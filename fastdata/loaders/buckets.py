@@ -1,7 +1,7 @@
-"""Batches of images that keep their shape: each batch is of one size.
+"""Batches of images of one size, with different sizes in different batches.
 
-``ResizeToBucket`` gives each image one of a few sizes, and a ``BucketSampler`` makes batches of
-images that come out alike.
+``ResizeToBucket`` gives each image one of a few sizes that is close to its aspect ratio.
+``BucketSampler`` makes batches of images that have the same size after the transform.
 
 Shape letters: N samples, D dimensions, B batches of an epoch, K buckets.
 """
@@ -29,31 +29,32 @@ if TYPE_CHECKING:
     from fastdata.loaders.samplers import StateDict, Uneven
     from fastdata.pixels.arrays import Int32s
 
-# A script imports all that it needs for buckets from here.
+# A script can import everything that it needs for buckets from here.
 __all__ = ["BucketSampler", "ResizeToBucket", "find_buckets"]
 
 _BATCH_SALT = 0x6275636B6574
 
 
 class BucketSampler(RankSampler):
-    """Batches of samples that come out of the transform in one shape, for ``batch_sampler=``.
+    """Batches of samples that have one shape after the transform, for ``batch_sampler=``.
 
-    All ranks draw the same batches, and rank r of W takes the batches r, r + W, ... All get equally
-    many. Epochs are counted, and a state resumes on any number of ranks, as with ``RankSampler``.
-    The shapes of all samples are those of the dataset's transform when the sampler is made; they
-    are known without decoding. With ``storage="none"`` the headers of all files are read.
+    All ranks draw the same batches, and rank r of W takes the batches r, r + W, ... All ranks get
+    the same number of batches. Epochs are counted, and a state can be resumed on any number of
+    ranks, as with ``RankSampler``. The shapes of all samples are computed without decoding, from
+    the transform that the dataset has when the sampler is made. With ``storage="none"`` the headers
+    of all files are read.
 
     Args:
         dataset: a dataset of fastdata, also in ``Subset`` or ``ConcatDataset``; or the shapes of
             all samples of any dataset, an array (N, D).
-        batch_size: samples of a batch. The last batch of each shape may be smaller.
-        weights: (N,), of each sample, to draw by weight with replacement, as by ``weighted``. All
-            batches are whole then.
-        num_samples: samples of all ranks in an epoch, with ``weights``; by default N.
-        shuffle: False for the order of the dataset within each shape, and of the first samples
-            among batches.
-        drop_last: leave out batches that are not whole, of each shape the last one.
-        seed: of the order.
+        batch_size: number of samples in a batch. The last batch of each shape may be smaller.
+        weights: (N,), one for each sample, to draw by weight with replacement, as ``weighted``
+            does. Then all batches are full.
+        num_samples: number of samples of all ranks in an epoch, with ``weights``; by default N.
+        shuffle: False to keep the dataset's order within each shape, and to sort batches by their
+            first samples.
+        drop_last: leave out batches that are not full (the last one of each shape).
+        seed: seed of the order.
         uneven: treatment of batches that ranks cannot divide evenly, as ``RankSampler`` treats
             samples.
         rank: as for ``RankSampler``.
@@ -61,8 +62,8 @@ class BucketSampler(RankSampler):
 
     Raises:
         TypeError: the shapes are not known: it is neither a dataset of fastdata nor an array.
-        ValueError: the transform draws sizes at random, or sizes are not known before they are
-            read; or a weight is not right.
+        ValueError: the transform draws sizes at random, or a size is not known before the sample is
+            read; or a weight is not valid.
 
     Example:
         >>> shapes = [(4, 6), (6, 4), (4, 6), (6, 4), (4, 6)]
@@ -104,7 +105,7 @@ class BucketSampler(RankSampler):
             sizes_K = np.bincount(self._bucket_N)
             _warn_of_small_batches(sizes_K, size)
         else:
-            order = weighted(weights)  # which checks them
+            order = weighted(weights)  # this checks them
             self._identity |= order.identity
             self._weights = np.asarray(weights, np.float64)
             if len(self._weights) != samples:
@@ -126,15 +127,15 @@ class BucketSampler(RankSampler):
 
     @property
     def identity(self) -> StateDict:
-        """All values that the batches depend on, except the epoch."""
+        """All values, except the epoch, that decide the batches."""
         return super().identity | self._identity
 
     def order(self, epoch: int) -> Int64s:
-        """Return the numbers of the batches of an epoch of all ranks, in their order."""
+        """Return the numbers of all ranks' batches of an epoch, in their order."""
         return np.arange(self.order_length)
 
     def batches(self, epoch: int) -> list[Int64s]:
-        """Return the batches of an epoch of all ranks, in their order."""
+        """Return all ranks' batches of an epoch, in their order."""
         if self._weights is not None:
             return list(self._draw_by_weight(self._weights, epoch))
         found = []
@@ -166,8 +167,8 @@ class BucketSampler(RankSampler):
         return batches
 
     def _draw_by_weight(self, weights: Float64s, epoch: int) -> Int64s:
-        """Draw a bucket for each batch by its weight, and samples of it: (B, batch_size)."""
-        # Samples as pieces of a line, bucket by bucket.
+        """Draw a bucket for each batch by its weight, and samples from it: (B, batch_size)."""
+        # Each sample is a piece of a line, as long as its weight; buckets follow one another.
         chosen = np.flatnonzero(weights)
         chosen = chosen[np.argsort(self._bucket_N[chosen], kind="stable")]
         ends = np.cumsum(weights[chosen] / weights.max())
@@ -175,7 +176,7 @@ class BucketSampler(RankSampler):
         firsts_K = np.append(0, lasts_K[:-1] + 1)
         bucket_ends_K = ends[lasts_K]
         bucket_starts_K = np.append(0, ends)[firsts_K]
-        # A place on the line chooses the bucket of a batch.
+        # A random place on the line chooses the bucket of a batch.
         number_B = np.arange(self.order_length)
         keys_B = sample_keys(self.seed ^ _BATCH_SALT, epoch, number_B)
         place_B = draw_uniform(keys_B, 0, 0) * ends[-1]
@@ -183,11 +184,11 @@ class BucketSampler(RankSampler):
         drawn_B = drawn_B.clip(max=len(lasts_K) - 1)
         start_B1 = bucket_starts_K[drawn_B][:, None]
         length_B1 = bucket_ends_K[drawn_B][:, None] - start_B1
-        # Places on its piece choose the samples.
+        # Random places within the bucket choose the samples.
         shares = [draw_uniform(keys_B, 1, number) for number in range(self.batch_size)]
         places = start_B1 + np.stack(shares, axis=1) * length_B1
         pieces = np.searchsorted(ends, places, side="right")
-        # Rounding may not lead to a neighbouring bucket.
+        # Rounding must not choose a sample of a neighbouring bucket.
         first_B1 = firsts_K[drawn_B][:, None]
         last_B1 = lasts_K[drawn_B][:, None]
         samples: Int64s = chosen[np.clip(pieces, first_B1, last_B1)]
@@ -198,7 +199,7 @@ class BucketSampler(RankSampler):
         batches = self.batches(self.epoch)
         ordered = [batches[number] for number in numbers.tolist()]
         samples = np.concatenate([np.empty(0, np.int64), *ordered])
-        # Samples that come again are marked, as by a RankSampler.
+        # Samples that are repeated are marked, as by RankSampler.
         counts_N = np.zeros(len(self._bucket_N), np.uint32)
         earlier = count_earlier(counts_N, samples)
         ends = np.cumsum([len(batch) for batch in ordered])
@@ -211,7 +212,7 @@ class BucketSampler(RankSampler):
 
 
 def _shapes_of(dataset: Any) -> Int32s:
-    """Return the shapes of all samples, as they are served: (N, D)."""
+    """Return the shapes of all samples after the transform: (N, D)."""
     if _is_array(dataset):
         return np.asarray(dataset)
     parts = sized_parts(dataset)
@@ -224,9 +225,9 @@ def _shapes_of(dataset: Any) -> Int32s:
     is_known_N = shapes_ND.all(axis=1)
     if not is_known_N.all():
         raise ValueError(
-            f"sample {int(is_known_N.argmin())} comes out in a size that is drawn at "
-            "random, so that no batch is of one size. End the transform with a crop or resize, as "
-            "ResizeToBucket does."
+            f"the size of sample {int(is_known_N.argmin())} after the transform is drawn at "
+            "random, but a batch needs samples of one size. End the transform with a crop or a "
+            "resize, such as ResizeToBucket."
         )
     return shapes_ND
 
@@ -249,7 +250,7 @@ def _warn_of_small_batches(sizes_K: Int64s, batch_size: int) -> None:
     if 2 * samples < batches * batch_size and batches > 2 * whole_batches:
         per_batch = samples / batches
         warn_user(
-            f"{counted(samples, 'sample')} come out in {len(sizes_K):,} shapes, so that a batch of "
-            f"batch_size={batch_size} has {per_batch:.1f} on average. Begin the transform "
+            f"{counted(samples, 'sample')} have {len(sizes_K):,} shapes after the transform, so a "
+            f"batch of batch_size={batch_size} has {per_batch:.1f} on average. Begin the transform "
             "with ResizeToBucket, which gives them a few sizes."
         )

@@ -1,8 +1,9 @@
 """One epoch of a prefetcher whose batches are read and copied by a thread.
 
-The thread reads the loader, so that the training loop never waits for a host copy, for code of the
-user's, or for a loader that works as it is asked. It takes its part of the GIL. Where fastdata's
-own threads read whole batches, ``loop_copies.py`` does without it.
+The thread reads the loader, so the training loop does not wait for a copy on the host, for the
+user's code, or for a loader that works only inside ``next()``. The thread competes with the
+training loop for the GIL. If fastdata's own threads read whole batches, ``loop_copies.py`` needs no
+such thread.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from fastdata.loaders.pinned import begin_thread
 from fastdata.loaders.transfer import END, Arrival, Outcome, Place, Transfer
 
 _PATIENCE_S = 10.0
-"""Time that the end of an epoch waits for a loader that does not answer. After it the thread is
-left to end with the process."""
+"""How long the end of an epoch waits for a thread that is still in the loader. After that, the
+thread ends when the loader returns, or with the process."""
 
 
 @dataclass(eq=False, kw_only=True)
 class ThreadTransfer(Transfer):
     """One epoch that a thread reads and copies to the device.
 
-    The thread ends with the loader, or where something fails; another one begins if the user asks
-    again.
+    The thread ends with the loader, or when something fails. If the user calls ``next()`` after an
+    error, another thread starts.
     """
 
     def __post_init__(self) -> None:
@@ -45,19 +46,19 @@ class ThreadTransfer(Transfer):
     def _next(self) -> Outcome:
         """Take the next batch, and make the calling thread's stream wait for it.
 
-        The copy thread starts here and not before: what a loader draws for its first batch is drawn
-        while the user waits.
+        The copy thread starts here and not before, so that a loader makes the random draws for its
+        first batch while the user waits.
         """
         self._check_process()
         user_stream = torch.cuda.current_stream(self.device)
         if self._thread is None:
-            # What a loader or transform reads may have been made there.
+            # A loader or transform may read tensors that were made on the user's stream.
             self.stream.wait_stream(user_stream)
             self._start_thread()
         outcome = self._arrivals.get()
         if isinstance(outcome, Arrival):
             self._places.put(self._hand_over(outcome, user_stream))
-        elif not self._is_stopped:  # the thread has put it, and ends now
+        elif not self._is_stopped:  # an exception or the end: the thread ends now
             thread = self._thread
             self._thread = None
             if thread is not None:
@@ -77,7 +78,8 @@ class ThreadTransfer(Transfer):
         self._thread = thread
 
     def _end(self) -> None:
-        # Wakes a thread that waits for a place. One that reads the loader sees ``_is_stopped``.
+        # Wake a thread that waits for a place. A thread that reads the loader checks
+        # ``_is_stopped`` afterwards.
         self._places.put(None)
         thread = self._thread  # read once: the training loop's thread may drop it
         if thread is not None and thread is not threading.current_thread():
@@ -99,17 +101,18 @@ class ThreadTransfer(Transfer):
                         pass
                 self.iterator = iter(())
             finally:
-                # Of a lost device they stay: to free pinned memory asks it, and aborts the process.
+                # If the device is lost, this raises and the sources are kept: freeing pinned
+                # memory would call the device, which aborts the process.
                 while self._in_flight:
                     self._release_oldest()
         except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
             # Without this frame.
             outcome = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
         self._arrivals.put(outcome)
-        del outcome  # it would keep this frame, and this frame it
+        del outcome  # otherwise exception and frame keep each other alive
 
     def _copy_next(self) -> bool:
-        """Copy one batch; return False if there is none, or it is not wanted any more."""
+        """Copy one batch; return False if there is none, or if the epoch was stopped."""
         if self._is_stopped:
             return False
         batch = next(self.iterator, END)
@@ -123,13 +126,13 @@ class ThreadTransfer(Transfer):
         if place is None or self._is_stopped:
             return False
         try:
-            # So the device never holds more than the queue, the loop's batch and this one.
+            # This limits the batches on the device: those in the queue, the loop's and this one.
             place.left.synchronize()
             if len(self._in_flight) == self.depth:
                 self._release_oldest()
             batch, memory = self._queue_copy(batch, sources, place)
         except BaseException:
-            # No batch uses the place, and the thread after this one would lack it.
+            # No batch is in the place, and the next thread needs it.
             del batch, sources
             self._places.put(place)
             raise

@@ -1,7 +1,7 @@
-"""The device of a prefetcher, and which of a loader's batch ops end there.
+"""The device of a prefetcher, and the batch ops that run there.
 
-Batches are sent as the uint8 that the compiled core makes, and become floats on the device. If the
-samples are there already (``storage="device"``), they are cut there too.
+Batches are sent as the uint8 that the compiled core makes, and are converted to floats on the
+device. If the samples are already there (``storage="device"``), they are cut there too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WhereOps = Literal["auto", "device", "cpu"]
 
 
 def resolve_device(device: DeviceLike | None) -> torch.device:
-    """Return a device with its number; for None the current CUDA device, or the CPU without one.
+    """Return a device with its number. None: the current CUDA device, or the CPU without CUDA.
 
     Raises:
         DeviceError: torch does not see the device.
@@ -55,41 +55,40 @@ def resolve_device(device: DeviceLike | None) -> torch.device:
         return resolved
     if resolved.type != "cuda":
         raise DeviceError(
-            f"device={str(device)!r} is neither the CPU nor a CUDA device; leave batches on the "
-            "CPU."
+            f"device={str(device)!r} is neither the CPU nor a CUDA device. Use device='cpu' and "
+            "copy the batches yourself."
         )
     if (resolved.index or 0) >= count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise DeviceError(
             f"device={str(device)!r} was asked for, but torch sees {count or 'no'} CUDA "
             f"device{'s' * (count > 1)}: this is torch {torch.__version__}, and "
-            f"CUDA_VISIBLE_DEVICES is {visible!r}. Name one that is there, install a build of "
-            "torch for this machine's accelerator and its driver (`python -m "
-            "torch.utils.collect_env` shows both), or leave device=None, which is the CPU where "
-            "there is no accelerator."
+            f"CUDA_VISIBLE_DEVICES is {visible!r}. Choose a device that exists, install a build of "
+            "torch for this machine's accelerator and driver (`python -m torch.utils.collect_env` "
+            "shows both), or leave device=None, which means the CPU if there is no accelerator."
         )
     if resolved != torch.device("cuda"):  # it has a number
         return resolved
     current = torch.cuda.current_device()
-    # Each rank has to choose its device. One that forgot would send its batches to that of rank 0.
+    # Each rank has to choose its device. Otherwise its batches go to the device of rank 0.
     rank = int(os.environ.get("LOCAL_RANK") or 0)
     if device is None and not current and 0 < rank < count:
         warn_user(
-            f"batches of the process with LOCAL_RANK={rank} go to cuda:0, which is its current "
-            f"device, as those of rank 0 do. Call torch.cuda.set_device({rank}) first, or pass "
-            f"device='cuda:{rank}' (or 'cuda:0')."
+            f"batches of the process with LOCAL_RANK={rank} go to cuda:0, its current device, as "
+            f"those of rank 0 do. Call torch.cuda.set_device({rank}) first, or pass "
+            f"device='cuda:{rank}' (or 'cuda:0' if this is what you want)."
         )
     return torch.device("cuda", current)
 
 
 def is_own(loader: Any) -> bool:
-    """Return True if fastdata's own class defines how the loader is iterated.
+    """Return True if a class of fastdata defines how the loader is iterated.
 
-    A subclass of the user's with its own ``__iter__`` may change batches: it must be called.
+    A user's subclass with its own ``__iter__`` may change batches, so it must be called.
     """
     begins = {"__iter__", "_get_iterator"}
     definer = next((kind for kind in type(loader).__mro__ if begins & vars(kind).keys()), object)
-    # ChunkedLoader is imported only where somebody uses it.
+    # Compare by name: ChunkedLoader is imported only if the user imports it.
     return definer is DataLoader or definer.__module__ == "fastdata.loaders.chunked"
 
 
@@ -113,7 +112,7 @@ class Form(NamedTuple):
     """The form of the tensors that a prefetcher serves.
 
     Attributes:
-        dtype: dtype of floating-point tensors and of images; None if they keep theirs.
+        dtype: dtype of floating-point tensors and of images; None to keep their own.
         channels_last: True if tensors of four dimensions have this memory format.
     """
 
@@ -122,12 +121,12 @@ class Form(NamedTuple):
 
 
 class DeviceWork(NamedTuple):
-    """The part of an epoch's batch ops that runs on the device; by default none does.
+    """The part of an epoch's batch ops that runs on the device; by default nothing.
 
     Attributes:
-        read: makes the batches that are sent, instead of the loader.
-        finish: finishes batches on the device.
-        cut: makes the iterator over batches that are cut from a store on the device.
+        read: reads the batches to send, instead of the loader's own reading.
+        finish: completes batches on the device.
+        cut: makes the iterator of batches that are cut from a store on the device.
     """
 
     read: Read | None = None
@@ -140,13 +139,13 @@ class DeviceOps:
 
     Args:
         loader: the prefetcher's.
-        asked: where the user wants batch ops to end.
-        device: the prefetcher's.
-        pinned: gives warnings in the user's thread.
-        form: the form in which images are served.
+        asked: the user's choice where batch ops run.
+        device: the prefetcher's device.
+        pinned: collects warnings, which it gives in the user's thread.
+        form: dtype and memory format of the images.
 
     Attributes:
-        described: where batch ops run in the latest epoch, and the reason; empty without any.
+        described: where batch ops run in the latest epoch, and why; empty without batch ops.
     """
 
     def __init__(
@@ -164,18 +163,18 @@ class DeviceOps:
         self._pinned = pinned
         self._form = form
         self._parts = Parts.find(getattr(loader, "dataset", None))
-        # By store: samples may be prepared again between epochs.
+        # One copy for each store: samples may be prepared again between epochs.
         self._copies: weakref.WeakKeyDictionary[Store, Tensor] = weakref.WeakKeyDictionary()
 
     def begin(self) -> DeviceWork:
         """Decide what the device does in an epoch that begins now.
 
         Raises:
-            ValueError: batch ops are to be finished on the device, and cannot.
+            ValueError: ``batch_ops="device"``, but batch ops cannot run there.
             MemoryBudgetError: the store does not fit there.
         """
         self.described = ""
-        reader = self._parts.reader()  # which notices what was changed in place
+        reader = self._parts.reader()  # this also detects transforms that were changed in place
         if reader is None:
             return DeviceWork()
         storages = [it._fastdata.storage_plan.storage for it in self._parts.datasets]
@@ -212,7 +211,7 @@ class DeviceOps:
     def _convert(self, reader: Reader) -> DeviceWork:
         """Send uint8, and convert it to floats on the device."""
         mixing = self._mixing(reader)
-        # Mixing computes with the floats of the dataset, as on the CPU, and is cast afterwards.
+        # Batches are mixed in the dataset's float dtype, as on the CPU, and cast afterwards.
         converts = _conversions(reader, self._form if mixing is None else Form())
         if not any(converts):
             return DeviceWork()
@@ -225,17 +224,17 @@ class DeviceOps:
         return DeviceWork(partial(_read, handle), partial(_finish, handle, converts))
 
     def _mixing(self, reader: AnyReader) -> Mixing | None:
-        """Return how batches are mixed, if they are."""
+        """Return how batches are mixed; None if they are not mixed."""
         found = served_mixing(self._loader.collate_fn, reader)
         return found if isinstance(found, Mixing) else None
 
     def _mix_obstacle(self, reader: AnyReader) -> str:
-        """Return why batches are sent, and not cut on the device, if they are mixed there."""
+        """Return why batches cannot be cut on the device if they are mixed; else an empty text."""
         mixing = self._mixing(reader)
         return f"{mixing.mixer.name} of collate_fn= mixes batches" if mixing else ""
 
     def _obstacle(self, reader: AnyReader) -> str:
-        """Return why batch ops run on the CPU; empty if the device may finish them."""
+        """Return why batch ops run on the CPU; empty if the device may complete them."""
         loader = self._loader
         if not isinstance(loader, DataLoader) or not is_own(loader):
             obstacle = f"the loader is {kind_of(loader)}, not fastdata's DataLoader in batches"
@@ -253,17 +252,17 @@ class DeviceOps:
 
 
 def _obstacle_of(reader: AnyReader) -> str:
-    """Return why the device cannot finish the batches of a reader; empty if it can."""
+    """Return why the device cannot complete the batches of a reader; empty if it can."""
     if reader.obstacle_if_alike is not None:
         return reader.obstacle_if_alike
     if isinstance(reader, JoinedReader):
-        return "the samples of a ConcatDataset lie in several stores"
+        return "the samples of a ConcatDataset are in several stores"
     casts = reader.without_cast[1]
     for column, cast in zip(reader.columns, casts, strict=True):
         if cast is not None and column.plan.kind in ("hwc", "hw"):
             return "images are arrays (H, W, C); end with ToTensorV2()"
         if cast is not None and cast.fields.get("statistic"):
-            return "Normalize takes its numbers from each image"
+            return "Normalize computes its statistics from each image"
     steps = [step for column in reader.columns for step in column.plan.batch_ops]
     if not any(casts) and any(step.name == "cast" for step in steps):
         return "erasing or noise comes after the conversion to floats"
@@ -297,13 +296,13 @@ def _sent_as_it_is(reader: AnyReader) -> str:
 
 
 def _read(handle: ReaderHandle, batch: IndexBatch, ring: BatchRing) -> list[Any]:
-    """Read the parts of a batch, without the conversion to floats."""
+    """Read the parts of a batch without converting them to floats."""
     sent, _ = handle().without_cast
     return sent.read_batch(batch, ring.lease, sent.targets.collated)
 
 
 def _finish(handle: ReaderHandle, converts: Sequence[Transform | None], parts: list[Any]) -> Any:
-    """Make a batch of the parts that were sent."""
+    """Convert the parts that were sent, and make a batch of them."""
     pairs = zip_longest(parts, converts)
     made = [part if convert is None else convert(part) for part, convert in pairs]
     return handle().to_batch(made)
@@ -312,15 +311,15 @@ def _finish(handle: ReaderHandle, converts: Sequence[Transform | None], parts: l
 class ToFloats:
     """Converts uint8 to floats and normalises them, in one pass over the pixels.
 
-    The pass computes in float32 (in float64 if the dataset serves float64), rounds once to the
-    dtype that is served, and writes its memory format. So the result equals, to the bit, that of a
-    float32 batch which is then cast with ``Tensor.to``; and it is within half a unit in the last
-    place of the dtype, plus the error of float32, of the exact value.
+    The pass computes in float32 (in float64 if the dataset's batches are float64), rounds once to
+    the final dtype, and writes the final memory format. The result is bitwise the same as a float32
+    batch that is cast with ``Tensor.to``. Its error is at most half a unit in the last place of the
+    final dtype, plus the error of float32.
 
     Args:
         cast: the step that makes floats.
-        form: the form in which batches are served. Its dtype is left to a later cast where that
-            rounds twice: floats that the dataset serves as float16 are rounded to float16 first.
+        form: the final dtype and memory format. If the dataset's batches are float16, values must
+            be rounded to float16 first, so the final dtype is left to a later cast.
     """
 
     def __init__(self, cast: Step, form: Form = Form()) -> None:  # noqa: B008  # it is immutable
@@ -331,9 +330,9 @@ class ToFloats:
         mean = np.array(cast.fields["mean"] if normalizes else [0.0])
         std = np.array(cast.fields["std"] if normalizes else [1.0])
         if scaling == "SCALE_AFTER":
-            std = 1 / std  # the field holds what is multiplied by
-        # By a number of the host CUDA multiplies with its rounded inverse, so that the divisor is a
-        # tensor on the device.
+            std = 1 / std  # the field holds a factor
+        # The divisor is a tensor on the device: instead of dividing by a number of the host, CUDA
+        # multiplies with its rounded inverse.
         self._divides = scaling in ("SCALE_DIVIDE", "SCALE_NONE") and not mean.any()
         self._divides = self._divides and normalizes == is_unscaled
         scale = unit * std
@@ -349,18 +348,18 @@ class ToFloats:
 
     def __call__(self, source_BChw: Tensor) -> Tensor:
         if self._both_2C11.device != source_BChw.device:
-            # Pinned, the thread does not wait for the copy.
+            # From pinned memory, so this thread does not wait for the copy.
             pinned = self._both_2C11.pin_memory()
             self._both_2C11 = pinned.to(source_BChw.device, non_blocking=True)
         if source_BChw.is_cuda:
-            # It may be used on several streams, and dropped while one of them still reads it.
+            # Several streams may use it, and it may be freed while one of them still reads it.
             self._both_2C11.record_stream(torch.cuda.current_stream(source_BChw.device))
         scale, offset = self._both_2C11
-        # One channel becomes three where means and deviations of three are given.
+        # One channel becomes three if there are three means and deviations.
         channels = max(source_BChw.shape[1], scale.shape[0])
-        # Both ops compute in the dtype that their inputs promote to, on the CPU and on CUDA, and
-        # round as they write. ``addcmul(...).to(...)`` makes a float32 copy in between: 424 MB of
-        # traffic for 256 images of 224 x 224 in float16, where this takes 116 MB.
+        # On the CPU and on CUDA, both ops compute in the promoted dtype of their inputs, and round
+        # when they write. ``addcmul(...).to(...)`` makes a float32 copy in between: 424 MB of
+        # memory traffic for 256 images of 224 x 224 in float16, instead of 116 MB.
         like = source_BChw.expand(-1, channels, -1, -1)
         out = torch.empty_like(like, dtype=self._dtype, memory_format=self._layout)
         if self._divides:

@@ -1,9 +1,10 @@
 """One epoch of a prefetcher whose batches are copied by the training loop's own thread.
 
-Threads of fastdata's loader read whole batches into pinned memory. What is left is to queue a copy
-and a few kernels for each batch, which takes tens of microseconds. The training loop does this
-inside ``next()``, for all batches that the readers have finished. A thread for it would compete
-with the training loop for the GIL (pytorch#77139), which delays each kernel of a small step.
+Threads of fastdata's loader read whole batches into pinned memory. After that, each batch needs
+only one queued copy and a few kernels, which takes tens of microseconds. The training loop does
+this inside ``next()``, for all batches that the readers have finished. A separate thread would
+compete with the training loop for the GIL (pytorch#77139), which delays each kernel of a small
+step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fastdata.loaders.pinned import host_memory
 from fastdata.loaders.transfer import END, Arrival, Outcome, Place
 
 _LARGE_BYTES = 1 << 20
-"""A host copy of as many bytes would hold up the training loop."""
+"""A copy on the host of at least this size would delay the training loop."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -32,17 +33,17 @@ class LoopTransfer(ThreadTransfer):
     """One epoch whose copies are queued inside ``next()``.
 
     ``next()`` waits for the readers only if no batch is on the device. It waits for the device only
-    if, besides, the device has not left the batch ``depth + 1`` before: then ``depth`` steps of the
-    training loop are still queued there.
+    if, in addition, the device has not finished the batch ``depth + 1`` before: then ``depth``
+    steps of the training loop are still queued there.
 
-    If batches are not read into pinned memory, which the first one shows, they need a host copy.
-    Then a thread copies them, as in ``ThreadTransfer``.
+    If the first batch is not in pinned memory, batches need a copy on the host. Then a thread
+    copies them, as in ``ThreadTransfer``.
 
     Attributes:
-        iterator: reads whole batches, by threads and without code of the user's.
+        iterator: reads whole batches with threads, and without the user's code.
     """
 
-    # Host order, in one thread (``close`` may come from another; ``_lock`` is for that):
+    # Order on the host, in one thread (``_lock`` is needed because another one may call ``close``):
     #   wait for ``left`` of a place -> queue the copy of batch i -> record ``ready``
     #   next(): record ``left`` -> the training loop's stream waits for ``ready`` -> batch i
 
@@ -50,12 +51,13 @@ class LoopTransfer(ThreadTransfer):
         super().__post_init__()
         assert isinstance(self.iterator, ThreadIter)
         self._readers: ThreadIter | None = self.iterator
-        # Held while copies are queued, and while ``_end`` drops them; never to wait for a reader.
+        # Held while copies are queued, and while ``_end`` drops them; never while waiting for a
+        # reader.
         self._lock = threading.Lock()
-        # Empty ones in the order in which the device leaves them; with the batches on the device
-        # they are ``depth``.
+        # Free places in the order in which the device leaves them. Together with the places of
+        # batches on the device there are ``depth``.
         self._empty = deque(Place() for _ in range(self.depth))
-        # Batches on the device, and behind them an exception or the end (at most one).
+        # Batches on the device, and the exception or the end that follows them (at most one).
         self._queue: deque[Outcome] = deque()
         self._is_begun = False
         self._is_by_thread = False
@@ -83,7 +85,7 @@ class LoopTransfer(ThreadTransfer):
                 del batch
                 self._queue_finished()
         with self._lock:
-            if self._is_stopped:  # which has dropped the queue
+            if self._is_stopped:  # the queue was dropped
                 return StopIteration()
             outcome = self._queue.popleft()
             if isinstance(outcome, Arrival):
@@ -93,7 +95,7 @@ class LoopTransfer(ThreadTransfer):
 
     def _queue_finished(self) -> None:
         """Queue copies of the batches that the readers have finished, without waiting."""
-        # Nothing is read behind an exception until the training loop has got it.
+        # After an exception nothing is read until the training loop has received it.
         while self._is_begun and self._has_room():
             if self._readers is None or not self._readers.has_next():
                 return
@@ -105,11 +107,11 @@ class LoopTransfer(ThreadTransfer):
             return False
         if self._queue and not isinstance(self._queue[-1], Arrival):
             return False
-        # The place's last copy, whose sources are released next.
+        # The oldest copy must be done, because its sources are released before the next copy.
         return len(self._in_flight) < self.depth or self._in_flight[0][0].query()
 
     def _read(self) -> Any:
-        """Return the next batch of the readers, their exception, or ``END``; wait for it."""
+        """Wait for the next batch of the readers; return it, their exception, or ``END``."""
         try:
             return next(self.iterator, END)
         except Exception as error:  # noqa: BLE001  # raised where its batch would have come
@@ -117,7 +119,7 @@ class LoopTransfer(ThreadTransfer):
             return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 
     def _copy(self, batch: Any) -> Outcome:
-        """Queue the copy of what ``_read`` has returned, after waiting for a place."""
+        """Queue the copy of a result of ``_read``, after waiting for a place."""
         try:
             if batch is END:
                 self._release_all()
@@ -127,13 +129,13 @@ class LoopTransfer(ThreadTransfer):
             mark = self.mark()
             samples = sample_count(batch)
             place = self._empty[0]
-            # So the device never holds more than the queue, the loop's batch and this one. Done
-            # already where ``_has_room`` is true.
+            # This limits the batches on the device: those in the queue, the loop's and this one.
+            # It returns at once if ``_has_room`` was true.
             place.left.synchronize()
             if len(self._in_flight) == self.depth:
                 self._release_oldest()
-            # Not in the modes that the training loop may have entered. In inference mode a batch
-            # would be one that cannot be trained on later.
+            # Leave the modes that the training loop may have entered. A batch that is made in
+            # inference mode could not be used for training later.
             modes = torch.inference_mode(mode=False), _without_autocast()
             with modes[0], modes[1], torch.cuda.stream(self.stream):
                 self._wait_for_makers(batch)
@@ -152,17 +154,17 @@ class LoopTransfer(ThreadTransfer):
         if self._is_by_thread:
             super()._end()
         with self._lock:
-            # It holds batches that nobody took. Its threads end with its last reference.
+            # It holds batches that were not taken. Its threads end with its last reference.
             self._readers = None
             self._queue.clear()
             if self._is_by_thread:
                 return
             try:
-                # The next epoch's readers write to this memory.
+                # Wait for the copies: the next epoch's readers write to the memory that they read.
                 self._release_all()
             except RuntimeError:
-                # The device is lost, which ``next`` has raised or will raise. The memory is kept:
-                # to free pinned memory asks the device, and aborts the process.
+                # The device is lost; ``next`` has raised this error, or will raise it. The memory
+                # is kept: freeing pinned memory would call the device, which aborts the process.
                 return
 
 
@@ -172,6 +174,6 @@ def _without_autocast() -> AbstractContextManager[Any]:
 
 def _needs_host_copy(batch: Any) -> bool:
     """Return True if a batch has a large tensor that is not pinned."""
-    if isinstance(batch, Exception):  # which refers to its frames, and these to tensors
+    if isinstance(batch, Exception):  # its frames refer to tensors, but they are not copied
         return False
     return any(it.nbytes >= _LARGE_BYTES and not it.is_pinned() for it in host_memory(batch))

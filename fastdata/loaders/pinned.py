@@ -1,7 +1,7 @@
 """Host memory that batches are copied from on their way to a device, pinned if possible.
 
-A device reads pinned memory by itself, while the host goes on. Other memory is first copied to
-pinned memory of torch's allocator; if the driver refuses to pin, the driver copies it in parts.
+A device reads pinned memory directly, while the host continues. Other memory is first copied to
+pinned memory of torch's allocator. If the driver refuses to pin memory, it copies in parts.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _PAGEABLE = "pageable_bytes"
 class PinnedMemory:
     """The pinned memory of a prefetcher: buffers of its loader's ring, and copies of batches.
 
-    The ring may take the share of the free memory that ``choose_pinning`` allows. A larger ring
-    stays in ordinary memory, and its batches are copied. Safe from any thread.
+    The ring may use the share of the free memory that ``choose_pinning`` allows. A larger ring
+    stays in ordinary memory, and its batches are copied. Any thread may call the methods.
 
     Attributes:
-        ring_slots: buffers of the ring; all of them are pinned, or none.
-        ring_bytes: pinned for the ring.
-        copies_bytes: pinned for copies, at most.
+        ring_slots: number of buffers in the ring; either all of them are pinned, or none.
+        ring_bytes: bytes pinned for the ring.
+        copies_bytes: most bytes pinned for copies at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,11 +64,11 @@ class PinnedMemory:
         return "; ".join(reasons) or "nothing pinned yet"
 
     def allocate(self, size_bytes: int) -> Array:
-        """Return uint8 memory for one of the ring's buffers, pinned if all of them may be.
+        """Return uint8 memory for one of the ring's buffers, pinned if all of them may be pinned.
 
-        The first call pins all buffers, for the batch that the training loop waits for anyway. To
-        pin one later holds up the kernels of a step, which need the driver's lock (45 ms on an
-        H100).
+        The first call pins all buffers, while the training loop waits for its first batch anyway.
+        Pinning holds a lock of the driver that kernel launches need. Later it would delay the
+        kernels of a step (by 45 ms on an H100).
         """
         # Called in threads of the loader.
         begin_thread(self._device)
@@ -104,14 +104,14 @@ class PinnedMemory:
         return None if pinned is None else pinned.numpy()
 
     def forget(self) -> None:
-        """Give back the buffers that are not used, and count from 0 again."""
+        """Release the unused buffers, and reset the counts to 0."""
         with self._lock:
             self._spares.clear()
             self.ring_bytes = 0
             self.copies_bytes = 0
 
     def pin(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Return dense pinned memory for such a tensor; None if the driver refuses."""
+        """Return dense pinned memory for a tensor like this; None if the driver refuses."""
         return self._unless_refused(lambda: torch.empty_like(like, pin_memory=True))
 
     def pin_object(self, value: Any) -> Any:
@@ -122,14 +122,15 @@ class PinnedMemory:
         """
         if not hasattr(type(value), "pin_memory") or device_memory(value):
             return None
-        # In a tuple: a class that pins in place returns None, and so does a refusal.
+        # In a tuple, to tell two cases apart: a class that pins in place returns None, and
+        # ``_unless_refused`` returns None for a refusal.
         pinned = self._unless_refused(lambda: (value.pin_memory(),))
         if pinned == (None,):
             return value
         return pinned and pinned[0]
 
     def _unless_refused(self, pin: Callable[[], _T]) -> _T | None:
-        if self._refusal:  # trying again would take as long for each batch
+        if self._refusal:  # another attempt would cost time for each batch
             return None
         try:
             return pin()
@@ -137,17 +138,17 @@ class PinnedMemory:
             reason = str(error).splitlines()[0]
             self._refusal = f"not pinned: the driver refuses to ({reason})"
             self.add_warning(
-                f"batches go to {self._device} from pageable memory, which takes longer: "
+                f"batches are copied to {self._device} from pageable memory, which takes longer: "
                 f"{self._refusal}"
             )
             return None
 
     def add_warning(self, text: str) -> None:
-        """Note a warning of the copy thread for ``give_warnings`` in the loop's thread."""
+        """Keep a warning until ``give_warnings`` is called in the training loop's thread."""
         self._warnings.setdefault(text, False)
 
     def give_warnings(self) -> None:
-        """Warn once of each text. Called in the user's thread, so that it names the user's line."""
+        """Give each warning once. Called in the user's thread, so that it shows the user's line."""
         for text, is_given in list(self._warnings.items()):
             if not is_given:
                 self._warnings[text] = True
@@ -155,24 +156,25 @@ class PinnedMemory:
 
 
 class Sender:
-    """Copies tensors of the host to a device, on the stream that is current.
+    """Copies tensors from the host to a device, on the current stream.
 
     Attributes:
-        sent_bytes: read by the device from pinned memory where it was; after one more copy on the
-            host to pinned memory; or from pageable memory, in parts by the driver.
+        sent_bytes: bytes that the device read in place (from pinned memory of the loader), after
+            another copy on the host to pinned memory, and from pageable memory.
     """
 
     def __init__(self, device: torch.device, pinned: PinnedMemory, batches: int = 1) -> None:
         self.pinned = pinned
         self.sent_bytes = {_IN_PLACE: 0, _STAGED: 0, _PAGEABLE: 0}
         self._device = device
-        self._batches = batches  # whose copies are pinned at a time
+        self._batches = batches  # number of batches whose copies are pinned at a time
 
     def stage(self, batch: Any) -> tuple[Any, list[Any]]:
-        """Replace what the device cannot read in place by pinned copies.
+        """Replace tensors that the device cannot read in place by pinned copies.
 
         Returns:
-            The batch, and what of it is read on the host until the copies are done: hold that.
+            The batch, and a list of the host memory that the device reads: keep it until the
+            copies are done.
         """
         sources: list[Any] = []
         staged_bytes = 0
@@ -183,7 +185,7 @@ class Sender:
             staged_bytes += size_bytes
             sources.append(staged)
             if not isinstance(staged, torch.Tensor):
-                sources.extend(host_memory(staged))  # its own ``to`` may replace these in it
+                sources.extend(host_memory(staged))  # its own ``to`` may replace these tensors
             return staged
 
         batch = map_batch(stage_value, batch, moves_itself)
@@ -191,7 +193,7 @@ class Sender:
         return batch, sources
 
     def _stage_value(self, value: Any) -> tuple[Any, int]:
-        """Return a tensor or object, or a pinned copy of it, and the bytes that this takes."""
+        """Return a tensor or object, or a pinned copy of it, and the bytes of the copy."""
         if not isinstance(value, torch.Tensor):
             parts = host_memory(value)
         elif _is_host_tensor(value):
@@ -232,11 +234,11 @@ class Sender:
 
 
 def begin_thread(device: torch.device) -> None:
-    """Prepare a thread of the prefetcher or its loader for asking CUDA for events and memory.
+    """Prepare a thread of the prefetcher or its loader for CUDA events and pinned memory.
 
-    A thread begins on device 0, where a context would take memory in vain if another device is
-    used. While the training loop captures a graph in torch's default mode ("global"), calls of
-    other threads that may be unsafe end the capture, unless their thread has exchanged its mode.
+    A new thread uses device 0. If the prefetcher uses another device, a CUDA context on device 0
+    would waste memory. While the training loop captures a graph in torch's default mode ("global"),
+    unsafe calls from other threads end the capture, unless these threads use the relaxed mode.
     """
     torch.cuda.set_device(device)
     # torch has no function for this. It loads libcudart with global symbols.
@@ -251,10 +253,10 @@ def begin_thread(device: torch.device) -> None:
 
 
 def allocated_bytes(size_bytes: int) -> int:
-    """Return what torch's allocator takes for pinned memory.
+    """Return the bytes that torch's allocator uses for a pinned block of this size.
 
-    It is the next power of two, unless the user's allocator settings limit that:
-    ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:16`` has larger blocks taken as they are.
+    It is the next power of two, unless the user's allocator settings limit that: with
+    ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:16`` larger blocks keep their own size.
     """
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     limits_mib = re.findall(r"pinned_max_(?:round_threshold|cached_size)_mb:(\d+)", settings)
@@ -269,7 +271,7 @@ def device_memory(batch: Any) -> list[Any]:
 
 
 def host_memory(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a value, at any depth, that have elements in ordinary memory."""
+    """Return the tensors in a value, at any depth, that have elements in host memory."""
     found = [it for it in memory_of(value) if isinstance(it, torch.Tensor)]
     return [it for it in found if it.device.type == "cpu" and it.numel()]
 
@@ -293,21 +295,22 @@ def _move_object(value: Any, device: torch.device) -> Any:
 
 
 def _is_host_tensor(value: torch.Tensor) -> bool:
-    """Return True for a CPU tensor with elements, fully described by dtype, shape and strides."""
+    """Return True for a plain CPU tensor that has elements and is not of a subclass."""
     return type(value) is torch.Tensor and is_plain(value) and value.numel() > 0
 
 
 def _as_array(tensor: torch.Tensor) -> Array:
-    """View a plain tensor as an array, of integers of the same size: NumPy lacks some dtypes.
+    """View a plain tensor as an array of integers of the same size: NumPy lacks some dtypes.
 
     ``Tensor.copy_`` would start a team of OpenMP threads on all cores for each thread that calls
-    it. NumPy starts none, releases the GIL, and copies what has equal dense strides in one piece.
+    it. NumPy starts none and releases the GIL. If both arrays are dense and have the same strides,
+    it copies them in one piece.
     """
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    dtype = integers.get(tensor.itemsize, tensor.dtype)  # of 16 bytes are only complex numbers
+    dtype = integers.get(tensor.itemsize, tensor.dtype)  # only complex numbers have 16 bytes
     return tensor.view(dtype).numpy()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if the elements fill a range of memory. Else torch would copy them first."""
+    """Return True if the elements fill a range of memory; otherwise torch copies them first."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

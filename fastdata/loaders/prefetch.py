@@ -1,9 +1,9 @@
-"""``CudaPrefetcher``: batches of a loader on the device before the training loop asks for them.
+"""``CudaPrefetcher``: batches of a loader on the device before the training loop needs them.
 
-Batches are copied on a side stream: by the training loop's thread where threads of fastdata's
-loader read whole batches, else by a thread of the prefetcher. Batch ops run there after the copies,
-or on the CPU before batches are sent. Batches of a store that is on the device are cut on the
-training loop's stream, as it asks for them.
+Batches are copied on a side stream: by the training loop's thread if threads of fastdata's loader
+read whole batches, else by a thread of the prefetcher. Batch ops run on this stream after the
+copies, or on the CPU before batches are sent. If the samples are stored on the device, batches are
+cut there on the training loop's stream, inside ``next()``.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
 class PrefetchReport(EpochReport):
     """Figures of the latest epoch of a prefetcher, complete or not.
 
-    Batches, samples and times are those of the training loop; ``wait_s`` is how long it waited for
-    the prefetcher. Path, engine, workers and memory are those that the loader reports.
+    Batches, samples and times are those of the training loop. ``wait_s`` is how long it waited for
+    the prefetcher. Path, engine, workers and memory are those of the loader's report.
 
     Args:
         device: the device of the batches; ``"cpu"`` if nothing was moved.
-        pinned_bytes: host memory that this prefetcher has pinned, at most, in the sizes that
-            torch's allocator takes.
-        in_place_bytes: copied to the device directly from the loader's pinned memory.
-        staged_bytes: copied once more on the host, to pinned memory.
-        pageable_bytes: copied from pageable memory, in parts by the driver.
-        batch_ops: where batch ops ran, and the reason if on the CPU; empty if the loader has none
-            of fastdata's.
+        pinned_bytes: most bytes of host memory that this prefetcher has pinned at a time, in the
+            block sizes of torch's allocator.
+        in_place_bytes: bytes copied to the device directly from the loader's pinned memory.
+        staged_bytes: bytes copied to pinned memory first, by another copy on the host.
+        pageable_bytes: bytes copied from pageable memory, in parts by the driver.
+        batch_ops: where batch ops ran, and why if on the CPU; empty if the loader has no batch ops
+            of fastdata.
     """
 
     device: str = "cpu"
@@ -88,19 +88,19 @@ class CudaPrefetcher:
     """Iterates over the batches of a loader on the GPU; they are copied while the GPU computes.
 
     Batches are copied on a side stream, from pinned memory. The training loop gets tensors on the
-    device and never waits for a copy. Where the threads of fastdata's loader read whole batches and
-    there is no ``transform``, ``next()`` queues the copies of all batches that are ready; else a
-    thread reads the loader and queues them. Batches that the threads of fastdata's loader gather
-    are copied directly, and so are tensors that the loader has pinned. Others are copied once more
+    device and does not wait for a copy. If the threads of fastdata's loader read whole batches and
+    there is no ``transform``, ``next()`` queues the copies of all batches that are ready. Otherwise
+    a thread reads the loader and queues them. Batches that the threads of fastdata's loader gather
+    are copied directly, and so are tensors that the loader has pinned. All others are first copied
     on the host, to pinned memory of torch's allocator. If there is too little memory to pin, copies
     are pageable, with one warning.
 
     A batch may be any nesting of tuples, lists, dicts, namedtuples, dataclasses and
     ``SampleBatch``. Objects of other classes are moved by their own ``pin_memory()`` and
     ``to(device)``; one warning names a class that has tensors but no ``to``. Values that are not
-    tensors, and tensors that are on a device already, pass through. The prefetcher waits for the
-    GPU work that made these in the loader. A loader that works on a stream of its own must let the
-    current stream wait for it.
+    tensors, and tensors that are already on a device, are not changed. The prefetcher waits for the
+    GPU work by which the loader made such tensors. If a loader uses its own stream, it must make
+    the current stream wait for that.
 
     Without a GPU, and with ``device="cpu"``, batches stay where they are, and everything else is
     the same. All other attributes are the loader's: ``dataset``, ``sampler``, ``batch_size``,
@@ -108,38 +108,38 @@ class CudaPrefetcher:
     them, not when they are read ahead.
 
     Args:
-        loader: any iterable of batches; each ``iter`` of the prefetcher is one of the loader.
-        device: device of the batches; default: the current CUDA device, or the CPU without one.
+        loader: any iterable of batches. Each ``iter()`` of the prefetcher calls its ``iter()``.
+        device: device of the batches; default: the current CUDA device, or the CPU without CUDA.
             For several devices use one process each (``torchrun``).
-        depth: batches on the device before the training loop takes them. The GPU holds up to two
-            more: the loop's, and one that is being copied. A depth of 1 suits only a loop whose
-            steps take equally long.
-        transform: called on each batch, on the device, in the thread and on its stream, in order,
-            under ``torch.no_grad()``. Autocast and inference mode of the loop do not apply in that
-            thread: enter them inside.
+        depth: number of batches on the device before the training loop takes them. The GPU holds up
+            to two more: the loop's, and one that is being copied. A depth of 1 suits only a loop
+            whose steps take equally long.
+        transform: called on each batch, on the device, in order, under ``torch.no_grad()``. It runs
+            in the prefetcher's thread and on its stream, so the loop's autocast and inference mode
+            do not apply: enter them inside.
         dtype: floating-point tensors, and uint8 tensors of four or more dimensions (images), are
-            cast to it on the device, before ``transform``. Others keep their dtype, such as int64
-            labels and tensors in objects that are moved by their own ``to``.
+            cast to it on the device, before ``transform``. All others keep their dtype, such as
+            int64 labels, and tensors in objects that are moved by their own ``to``.
         channels_last: give tensors of four dimensions this memory format, on the device, before
-            ``transform``; also done if the loader has this ``memory_format``.
-        batch_ops: where the batch ops of fastdata's loaders end, before everything else. With
-            ``"auto"`` on the device if threads read whole batches: uint8 is sent and converted
-            there, or with ``storage="device"`` also cut there. Draws and pixels are those of the
-            CPU (floats within 1e-6). Otherwise, and with ``"cpu"``, before batches are sent.
+            ``transform``. This is also done if the loader has this ``memory_format``.
+        batch_ops: where the batch ops of fastdata's loaders run. With ``"auto"`` they end on the
+            device if threads read whole batches: uint8 is sent and converted there, and with
+            ``storage="device"`` also cut there. Draws and pixels are those of the CPU (floats
+            within 1e-6). Otherwise, and with ``"cpu"``, they run before batches are sent.
             ``"device"``: on the device, or an error. ``report().batch_ops`` gives the choice and
             the reason.
 
     Raises:
         DeviceError: torch does not see the device.
-        ValueError: when an epoch begins: batch ops are to run on the device and cannot.
+        ValueError: when an epoch begins: ``batch_ops="device"``, but they cannot run there.
         MemoryBudgetError: when an epoch begins: ``storage="device"`` does not fit there.
 
-    An exception of the loader or of ``transform`` is raised where its batch would have come. A
-    loader draws from global generators in the thread; its draws for the first batch come in order
-    with those of the training loop. A loader must not write again to a pinned tensor that it has
-    yielded: it is read when the copy runs, not before. Pinned memory goes back to torch's
-    allocator, which keeps it for later, when the prefetcher is dropped, at the end of a ``with``
-    statement, or by ``close()``.
+    An exception of the loader or of ``transform`` is raised in place of its batch. If a thread
+    reads the loader, it draws from global generators in this thread; only its draws for the first
+    batch have a fixed order with those of the training loop. A loader must not write again to a
+    pinned tensor that it has yielded, because the tensor is read later, when the copy runs. Pinned
+    memory is returned to torch's allocator, which keeps it for later, when the prefetcher is
+    deleted, at the end of a ``with`` statement, or by ``close()``.
 
     Example:
         >>> loader = [torch.zeros(2, 3), torch.ones(2, 3)]
@@ -179,7 +179,7 @@ class CudaPrefetcher:
             self._pinned = PinnedMemory(self.device)
             self._ops = DeviceOps(loader, batch_ops, self.device, self._pinned, form)
 
-    # What it shows of its loader
+    # Attributes of the loader
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -206,7 +206,7 @@ class CudaPrefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         if getattr(self.loader, "persistent_workers", False) or isinstance(self.loader, Iterator):
-            # Two epochs would read the same iterator.
+            # Otherwise two epochs would read the same iterator.
             for live in list(self._live):
                 live.close()
         self._epoch = self._begin()
@@ -227,8 +227,8 @@ class CudaPrefetcher:
             self._begin_copies,
             device=self.device,
             finish=replace(self._finish, ops=work.finish),
-            # Pinned at a time: a copy of each batch in flight, of the next one, and one more, which
-            # torch keeps until it has found that the device has read it.
+            # Pinned at a time: a copy of each batch in flight, a copy of the next one, and one more
+            # that torch's allocator keeps until it notices that the device has read it.
             sender=Sender(self.device, self._pinned, batches=self.depth + 2),
             stream=self._stream,
             depth=self.depth,
@@ -241,12 +241,12 @@ class CudaPrefetcher:
         self._ring = self._ring or BatchRing(self._pinned.ring_slots, self._pinned.allocate)
         iterator = begin_epoch(loader, self._ring, held, work.read)
         progress = iterator.progress
-        # A state that is taken before the first batch must not count what is read ahead.
+        # A state that is saved before the first batch must not count batches that are read ahead.
         progress.mark_delivered(progress.mark())
         return begin(iterator=iterator, mark=progress.mark, mark_delivered=progress.mark_delivered)
 
     def _begin_copies(self, *, iterator: Iterator[Any], **options: Any) -> ThreadTransfer:
-        """Begin an epoch whose copies the training loop queues if that is quick, else a thread."""
+        """Begin an epoch whose copies are queued by the training loop if quick, else a thread."""
         is_quick = isinstance(iterator, ThreadIter) and iterator.reads_whole
         # A transform may do anything, such as wait for the device.
         if is_quick and self._finish.transform is None:
@@ -254,11 +254,12 @@ class CudaPrefetcher:
         return ThreadTransfer(iterator=iterator, **options)
 
     def _begin_cut(self, begin: Callable[..., StoreCut], pinned: PinnedMemory) -> LoopEpoch:
-        """Begin an epoch of batches of a store on the device, cut as the loop asks for them."""
+        """Begin an epoch of batches that are cut from a store on the device, inside ``next()``."""
         sender = Sender(self.device, pinned)
         cut = begin(send=sender.send, cast=self._finish.cast)
         progress = cut.progress
-        # ``mark`` must not hold the cut, which holds the store's copy: it outlives the iterator.
+        # ``mark`` outlives the iterator, so it must not refer to ``cut``, which keeps the copy of
+        # the store in memory.
         marks = cut.marks
         progress.mark_delivered(marks[0])
         return LoopEpoch(
@@ -288,7 +289,7 @@ class CudaPrefetcher:
         return PrefetchReport(**values)
 
     def close(self) -> None:
-        """End iterators, and give back pinned memory and copies of the store. Idempotent."""
+        """End all iterators, and free pinned memory and copies of the store. Idempotent."""
         for iterator in list(self._live):
             iterator.close()
         self._ring = None
@@ -304,12 +305,12 @@ class CudaPrefetcher:
 
 
 class PrefetchIterator(Iterator[Any]):
-    """The iterator of an epoch, which ends when the iterator is dropped."""
+    """The iterator of an epoch. The epoch ends when the iterator is deleted."""
 
     def __init__(self, epoch: LoopEpoch, prefetcher: CudaPrefetcher) -> None:
         self._epoch = epoch
-        self._prefetcher = prefetcher  # must live as long
-        # Runs once: by the user, when this is dropped, or when Python exits.
+        self._prefetcher = prefetcher  # it must live as long as the iterator
+        # Runs once: when it is called, when the iterator is deleted, or when Python exits.
         self.close = weakref.finalize(self, epoch.stop)
 
     def __next__(self) -> Any:
@@ -340,7 +341,7 @@ class Finish:
     def cast(self, tensor: Any) -> Any:
         """Give a tensor the dtype and memory format that were asked for.
 
-        It is returned itself if it has them, as what ``ToFloats`` makes does.
+        A tensor that already has them, such as a result of ``ToFloats``, is returned itself.
         """
         if not isinstance(tensor, torch.Tensor):
             return tensor

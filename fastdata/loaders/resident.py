@@ -1,8 +1,7 @@
-"""A store that is on the device (``storage="device"``), and batches that are cut from it there.
+"""Samples that are stored on the device (``storage="device"``), and batches that are cut there.
 
-The samples are cut, padded and mirrored on the device. Which window of its rows and columns a
-sample is served as is drawn on the host. Nothing asks the device for a value, so the host never
-waits.
+The window of each sample is drawn on the host. Samples are cut, padded and mirrored on the device.
+No value is read back from the device, so the host never waits for it.
 
 Shape letters: N stored samples, B batch, C channels, H W size stored, h w size served.
 """
@@ -38,17 +37,17 @@ Send = Callable[[Tensor], Tensor]
 CHUNK_BYTES = 32 << 20
 """Size of the pieces in which a store is copied."""
 GROUP_BYTES = 64 << 20
-"""Small batches are cut together up to this size, as floats: to launch a kernel for each batch
-takes longer than the kernel does."""
+"""Small batches are cut together, up to this size in float32. A kernel for each single batch would
+take longer to launch than to run."""
 
 
 class Indices(NamedTuple):
-    """The samples of a batch before it is cut.
+    """Indices and targets of a batch before it is cut.
 
     Attributes:
-        batch: their indices.
-        targets: None if the targets of all samples are numbers, which are sent together.
-        mark: how far the loader has been read with this batch.
+        batch: the indices of its samples.
+        targets: None if all targets are numbers: these are sent for several batches together.
+        mark: position of the loader after this batch.
     """
 
     batch: IndexBatch
@@ -57,22 +56,22 @@ class Indices(NamedTuple):
 
 
 class StoreCut(Iterator[Any]):
-    """One epoch of batches, cut from the samples of a dataset that are on the device.
+    """One epoch of batches that are cut from a dataset's samples on the device.
 
-    They are cut on the stream of the thread that asks for them; small ones together. An error of
-    the loader is raised where its batch would have come.
+    They are cut on the stream of the thread that calls ``next``; small batches together. An error
+    of the loader is raised in place of its batch.
 
     Args:
-        loader: reads the dataset.
-        handle: of the dataset.
-        samples_NCHW: the samples, uint8.
-        convert: to floats; None if uint8 is served.
+        loader: the loader of the dataset.
+        handle: the dataset's handle to its reader.
+        samples_NCHW: all stored samples on the device, uint8.
+        convert: converts images to floats; None if batches are uint8.
         send: copies a tensor to the device.
-        cast: what is done to all images at the end.
+        cast: gives all images their final dtype and memory format.
 
     Attributes:
-        progress: of the loader's epoch.
-        marks: how far the loader has been read with the latest batch.
+        progress: progress of the loader's epoch.
+        marks: a list of one: the position of the loader after the latest batch.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class StoreCut(Iterator[Any]):
         )
         self.progress: Progress = self._indices.progress
         self.marks = [self.progress.mark()]
-        # Batches that were read, and behind them an exception or the end (at most one).
+        # Batches that were read, and the exception or the end that follows them (at most one).
         self._group: deque[Indices] = deque()
         self._ends: list[Exception] = []
         # Batches that were cut: images, targets and mark.
@@ -121,7 +120,7 @@ class StoreCut(Iterator[Any]):
         return batch
 
     def _cut_next(self) -> None:
-        """Cut the next batches together; only the first one if memory does not suffice."""
+        """Cut the next batches together, or only the first one if there is too little memory."""
         if not (self._group or self._ends):
             self._read_group()
         if not self._group:
@@ -131,7 +130,7 @@ class StoreCut(Iterator[Any]):
             self._cuts += self._cut(self._group)
             self._group.clear()
             return
-        except Exception as problem:  # noqa: BLE001  # raised below, where a batch has it alone
+        except Exception as problem:  # noqa: BLE001  # raised below if it comes again for one batch
             log.info("%d batches are cut one by one: %s", len(self._group), str(problem))
         first = self._group.popleft()
         self.marks[0] = first.mark
@@ -147,15 +146,15 @@ class StoreCut(Iterator[Any]):
                 self._ends.append(error)
                 return
             if found is None:
-                # Not the loader's own: its traceback would hold the frame of ``__next__``, and
-                # that a batch.
+                # Not the loader's own exception: its traceback would keep the frame of
+                # ``__next__``, which keeps a batch.
                 self._ends.append(StopIteration())
                 return
             _, batch, targets = found
             self._group.append(Indices(batch, targets, self.progress.mark()))
             room_bytes -= 4 * prod(self._window.shape) * len(batch)
 
-    @torch.inference_mode(False)  # which may hold where the first of several is asked for
+    @torch.inference_mode(False)  # it may be on where the first batch of a group is requested
     def _cut(self, group: Collection[Indices]) -> Iterable[tuple[Tensor, Any, Any]]:
         stream = torch.cuda.current_stream(self._device)
         if self._stream is not None and self._stream != stream:
@@ -172,7 +171,7 @@ class StoreCut(Iterator[Any]):
         images = self._window.cut(self._send(torch.from_numpy(index_B)), sent_draws)
         if self._convert is not None:
             images = self._convert(images)
-        # Unsafe: the parts do not count as views, of which autograd refuses some uses.
+        # "unsafe": the parts do not count as views, for which autograd forbids some operations.
         sizes = list(map(len, batches))
         parts = self._cast(images).unsafe_split_with_sizes(sizes)
         numbers = self._handle().targets.numbers
@@ -183,7 +182,7 @@ class StoreCut(Iterator[Any]):
 
 
 def _read_targets(handle: ReaderHandle, batch: IndexBatch, ring: BatchRing) -> list[Any]:
-    """Return indices and targets, behind a tensor that tells how many there are."""
+    """Return a list: a tensor as long as the batch, which is counted, then indices and targets."""
     reader = handle()
     targets = reader.targets.collated(batch) if reader.targets.numbers is None else None
     return [torch.from_numpy(batch.positions), batch, targets]

@@ -1,22 +1,23 @@
 """One epoch of a prefetcher: batches of a loader that are copied to the device.
 
-Copies run on a side stream. The training loop's stream waits for them, not its thread. A batch is
-copied into one of ``depth`` places on the device::
+Copies run on a side stream. The training loop's stream waits for them, but its thread does not. A
+batch is copied into one of ``depth`` places on the device::
 
     next(loader) -> pinned memory -> place -> copy on the side stream -> ready -> the training loop
 
-and the training loop gives the place back as it takes the batch. Who may write to memory when:
+and the place is free again when the training loop takes the batch. Rules for memory:
 
-    pinned host memory   held until the event after its copy is done
-    device memory        made on the side stream; the training loop's stream waits for the copy
-                         before it reads, and ``record_stream`` keeps the memory until that stream
-                         has done what it was given
-    the whole device     a batch is copied when the device has left the one ``depth + 1`` before it
+    pinned host memory   kept until the event after its copy is done
+    device memory        allocated on the side stream. The training loop's stream waits for the copy
+                         before it reads. ``record_stream`` keeps the memory until the work that is
+                         queued on that stream is done
+    the whole device     a batch is copied only after the device has finished the work on the batch
+                         ``depth + 1`` before it
 
-``copy_thread.py`` and ``loop_copies.py`` are the two ways to call this: from a thread of its own,
-and from the training loop's. The schedules of ``tests/scenarios.py`` prove the order on a simulated
-device; ``tests/mutants.py`` removes each line that waits, records, holds or bounds, and the
-schedules must notice.
+There are two ways to run this: from a separate thread (``copy_thread.py``), or from the training
+loop's thread (``loop_copies.py``). ``tests/scenarios.py`` tries many schedules on a simulated
+device. ``tests/mutants.py`` removes each line that waits, records, holds or bounds, and some
+schedule must fail.
 """
 
 from __future__ import annotations
@@ -37,21 +38,23 @@ from fastdata.loaders.iterators import LoopCounts, profiled, sample_count
 from fastdata.loaders.pinned import Sender, device_memory, left_behind
 
 END = object()
-"""Stands for the end of a loader."""
+"""Marks the end of a loader."""
 
 
 class Place:
-    """One of ``depth`` places on the device, and its events, which are used again and again.
+    """One of ``depth`` places for a batch on the device, and its two events.
 
     Attributes:
-        left: recorded when the training loop takes the batch in the place: the device is then done
-            with the batch before. Never recorded, it counts as done.
-        ready: recorded behind the copy of the place's batch, and all other work on it.
+        left: recorded on the training loop's stream when the loop takes the place's batch. When it
+            is done, the device has finished the loop's work on the batches before. If it was never
+            recorded, it counts as done.
+        ready: recorded after the copy of the place's batch and all other work on it.
     """
 
-    # To make two events for each batch takes longer. Each may be recorded again only when nobody
-    # needs its old state: ``left`` is done when the place is used again, the training loop's stream
-    # has begun to wait for ``ready``, and the host has seen it done (``_release_oldest``).
+    # Events are recorded again, because new ones for each batch would take longer. An event may be
+    # recorded again only when its old state is not needed: ``left`` is done before the place is
+    # used again. For ``ready``, the training loop's stream already waits for its old state, and the
+    # host has waited for it (``_release_oldest``).
 
     def __init__(self) -> None:
         # Blocking: a thread that waits must not spin.
@@ -65,9 +68,9 @@ class Arrival(NamedTuple):
     Attributes:
         batch: the batch, after all work on it was queued.
         samples: number of samples in it.
-        mark: how far the loader had been read with it.
+        mark: position of the loader after this batch.
         place: its place on the device; None on the CPU.
-        memory: its memory on the device, each with a ``record_stream`` method.
+        memory: objects that hold its device memory, each with a ``record_stream`` method.
     """
 
     batch: Any
@@ -83,15 +86,15 @@ Outcome = Arrival | BaseException
 
 @dataclass(eq=False, kw_only=True)
 class LoopEpoch:
-    """One epoch that is read by the training loop's thread, as it asks for batches.
+    """One epoch that the training loop's thread reads when it calls ``next()``.
 
     Attributes:
         iterator: iterator of the loader, made in the user's thread.
-        device: the device of the batches that are handed over.
+        device: the device of the batches that the user gets.
         finish: does all other work on a batch there.
         sender: copies to the device; None on the CPU.
-        mark: returns how far the loader has been read; called by the thread that reads it.
-        mark_delivered: takes the mark of a batch that the user got; called in the user's thread.
+        mark: returns the position of the loader; called by the thread that reads it.
+        mark_delivered: gets the mark of each batch that the user gets; called in the user's thread.
     """
 
     iterator: Iterator[Any]
@@ -140,10 +143,10 @@ class LoopEpoch:
         try:
             raise outcome
         finally:
-            del outcome  # the exception would keep this frame, and it the exception
+            del outcome  # otherwise exception and frame keep each other alive
 
     def stop(self) -> None:
-        """Drop what was read ahead. Idempotent; nothing in a forked process."""
+        """Drop the batches that were read ahead. Idempotent; does nothing in a forked process."""
         if os.getpid() != self._pid or self._is_stopped:
             return
         self._is_stopped = True
@@ -166,9 +169,8 @@ class Transfer(LoopEpoch):
     """One epoch whose batches are copied to the device, at most ``depth`` ahead.
 
     Attributes:
-        stream: the side stream: of the copies, and of all other work on batches before the user
-            has them.
-        depth: batches on the device before the user takes them.
+        stream: the side stream, for copies and all other work on batches before the user gets them.
+        depth: number of batches on the device before the user takes them.
     """
 
     sender: Sender
@@ -177,25 +179,26 @@ class Transfer(LoopEpoch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # What copies read on the host, until the events behind them.
+        # Host memory that copies read, with the events after these copies.
         self._in_flight: deque[tuple[torch.cuda.Event, list[Any]]] = deque()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError(
-                "an iterator of a prefetcher works in the process that made it; call iter() in "
-                "this one"
+                "an iterator of a prefetcher works only in the process that made it: call iter() "
+                "in this process"
             )
 
     def _queue_copy(self, batch: Any, sources: list[Any], place: Place) -> tuple[Any, list[Any]]:
         """Queue the copy of a staged batch, and all other work on it.
 
-        Called with the side stream as the current one, when the device has left the place.
+        The side stream must be the current one, and the place must be free.
 
         Returns:
             The batch, and its memory on the device.
         """
-        # Held before the first copy is queued: if one fails, those before it still read there.
+        # Keep the sources before the first copy is queued: if a copy fails, the copies before it
+        # still read from them.
         self._in_flight.append((place.ready, sources))
         try:
             with profiled("fastdata: copy"):
@@ -203,19 +206,19 @@ class Transfer(LoopEpoch):
             batch = self.finish(batch)
             memory = self._device_memory(batch)
         except BaseException:
-            del batch  # the exception keeps this frame
+            del batch  # because the exception keeps this frame
             raise
         finally:
             del sources
-            # Also after an error: whoever releases the sources waits for this event.
+            # Also after an error: the sources are released only after this event.
             place.ready.record(self.stream)
         return batch, memory
 
     def _hand_over(self, arrival: Arrival, user_stream: torch.cuda.Stream) -> Place:
-        """Let the training loop's stream wait for a batch; return its place, to be used again."""
+        """Make the training loop's stream wait for a batch; return its place, which is free."""
         place = arrival.place
         assert place is not None  # every batch that was copied has one
-        # Recorded before the wait: the place is free after what the loop did to batches before.
+        # Record before the wait: the place depends on the loop's work on earlier batches only.
         place.left.record(user_stream)
         user_stream.wait_event(place.ready)
         for owner in arrival.memory:
@@ -223,16 +226,16 @@ class Transfer(LoopEpoch):
         return place
 
     def _release_oldest(self) -> None:
-        """Wait until the device has read a batch on the host, whose memory is then released."""
+        """Wait until the device has read the oldest batch on the host, and release its memory."""
         ready, _ = self._in_flight[0]
         ready.synchronize()
         self._in_flight.popleft()
 
     def _wait_for_makers(self, batch: Any) -> None:
-        """Let the side stream wait for tensors that the loader has made on the device.
+        """Make the side stream wait for tensors that the loader has made on the device.
 
-        Its threads make them on the default stream, which is current in every new thread. Their
-        memory belongs to that stream, and what is done to them here may read it later.
+        The loader's threads make them on the default stream, which is current in every new thread.
+        Their memory belongs to that stream, and work on the side stream may read it later.
         """
         made = [
             it
@@ -245,7 +248,7 @@ class Transfer(LoopEpoch):
                 tensor.record_stream(self.stream)
 
     def _device_memory(self, batch: Any) -> list[Any]:
-        """Return what the loop's stream must be recorded on; warn of what has stayed on the CPU."""
+        """Return a batch's objects with device memory; warn if some tensors stay on the CPU."""
         held = memory_of(batch)
         memory = [it for it in held if not isinstance(it, torch.Tensor) or it.is_cuda]
         kind = left_behind(batch) if len(memory) < len(held) else ""
@@ -253,7 +256,7 @@ class Transfer(LoopEpoch):
             self.sender.pinned.add_warning(
                 f"batches hold {kind}, whose tensors stay on the CPU: the class has no method "
                 "to(device). Write one that returns the object on that device, and pin_memory() "
-                "for copies that do not wait; or put the tensors into tuples, dicts or "
+                "for copies that do not block; or put the tensors into tuples, dicts or "
                 "dataclasses, which are copied item by item."
             )
         return memory
@@ -261,7 +264,7 @@ class Transfer(LoopEpoch):
 
 def _refuse_capture(device: torch.device) -> None:
     if not torch.backends.cuda.is_built():
-        return  # such a build captures nothing, and the question below raises
+        return  # such a build cannot capture, and the call below would raise
     with torch.cuda.device(device):
         is_capturing = torch.cuda.is_current_stream_capturing()
     if is_capturing:

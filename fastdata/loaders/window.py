@@ -1,6 +1,6 @@
-"""Batch ops that only cut, pad and mirror, as one look-up on the device.
+"""Batch ops that only cut, pad and mirror, done by one indexing operation on the device.
 
-Relies on the core to draw one window for all of them.
+The core draws one window for all of them.
 
 Shape letters: N stored samples, K windows, B batch, C channels, H W size stored, h w size served.
 """
@@ -21,26 +21,26 @@ Tensor = torch.Tensor
 
 _WINDOW_STEPS = ("pad", "crop", "center_crop", "flip")
 _FILLED = -1
-"""Stands in the tables for a line that shows no stored line, but the fill colour."""
+"""Marks a line in the tables that has the fill colour instead of a stored line."""
 
 
 class Window:
-    """All batch ops as one, if they only cut, pad and mirror samples.
+    """Runs all batch ops at once, if they only cut, pad and mirror samples.
 
-    ``draw`` draws the windows of a batch on the host, and ``cut`` makes its pixels where the
-    samples are. Draws and pixels are those of ``Program``, to the bit.
+    ``draw`` draws the windows of a batch on the host. ``cut`` makes the pixels on the device of the
+    samples. Draws and pixels are exactly those of ``Program``.
 
     Attributes:
-        shape: of a sample as it is served, (C, h, w).
-        tensors: what ``cut`` reads: the samples; two tables, of rows and of columns, with a line
-            for each window, which has the stored rows (or columns) that it shows; and the fill
-            colour.
+        shape: shape of a sample in a batch, (C, h, w).
+        tensors: the inputs of ``cut``: the samples; a table of rows and one of columns, whose line
+            k has the indices of the stored rows (or columns) of window k; and the fill colour, if
+            there is one.
     """
 
-    # The core draws one window for all steps that it fuses (OP_WINDOW of records.h). All but its
-    # place, and whether it is mirrored, is the same for all samples. So the tables have a line for
-    # each place: 9 KiB for the crops of CIFAR (9 places along each axis, and mirrored). An index
-    # for each pixel of a batch would be eight times as large as the batch.
+    # The core draws one window for all steps that it fuses (OP_WINDOW of records.h). Windows differ
+    # only in their place, and in whether they are mirrored. So each table has a line for each
+    # place: 9 KiB for the crops of CIFAR (9 places along each axis, and mirrored). An index for
+    # each pixel of a batch would be eight times as large as the batch.
 
     def __init__(self, program: Program, samples_NCHW: Tensor) -> None:
         self._program = program
@@ -51,7 +51,7 @@ class Window:
         self.tensors = [samples_NCHW]
         ops_S = _draw_one(program, self._stored)
         if len(ops_S) == 0:
-            return  # samples are served as they are stored
+            return  # samples are not changed
         for table in _tables(ops_S[0], self._stored, self.shape):
             on_host = torch.from_numpy(table)
             self.tensors.append(on_host.to(samples_NCHW.device))
@@ -60,8 +60,8 @@ class Window:
         """Draw the windows of a batch, on the host.
 
         Returns:
-            int32 (2, B): for each sample its line in the table of rows, and in that of columns.
-            None if samples are served as they are stored.
+            int32 (2, B): the line of each sample in the table of rows, and in that of columns.
+            None if samples are not changed.
         """
         if len(self.tensors) == 1:
             return None
@@ -82,7 +82,7 @@ class Window:
     def cut(self, index_B: Tensor, line_2B: Tensor | None) -> Tensor:
         """Cut samples (B, C, h, w), int64 ``index_B``, to the windows that were drawn for them.
 
-        All tensors are on one device. Indices are not checked, which would wait for the device.
+        All tensors are on one device. Indices are not checked: a check would wait for the device.
         """
         samples_NCHW, *tables = self.tensors
         batch_BCHW = samples_NCHW.index_select(0, index_B)
@@ -91,8 +91,8 @@ class Window:
         rows_K1h1, columns_K11w, *fill = tables
         row_B1h1 = rows_K1h1.index_select(0, line_2B[0])
         column_B11w = columns_K11w.index_select(0, line_2B[1])
-        # Rows first, then columns of these. The indices are broadcast, not stored: the kernels read
-        # a few numbers again and again. A line that is to be filled shows line 0 so far.
+        # Rows first, then columns of these. The indices are broadcast, not copied: the kernels read
+        # a few numbers again and again. Lines to be filled have the pixels of line 0 at first.
         shown_B1h1 = row_B1h1.clamp(min=0)
         shown_B11w = column_B11w.clamp(min=0)
         lines_BChW = batch_BCHW.take_along_dim(shown_B1h1, dim=2)
@@ -108,7 +108,7 @@ class Window:
 def _tables(op: Array, stored: Shape, served: Shape) -> list[Array]:
     """Return the tables of rows and of columns, and the fill colour if a line may be filled.
 
-    Each broadcasts over a batch (B, C, h, w). ``op`` is any record that was drawn.
+    Each table broadcasts over a batch (B, C, h, w). ``op`` is any record that was drawn.
     """
     channels, stored_height, stored_width = stored
     _, height, width = served
@@ -122,7 +122,7 @@ def _tables(op: Array, stored: Shape, served: Shape) -> list[Array]:
     columns_K11w = column_Kw.reshape(-1, 1, 1, width)
     tables = [rows_K1h1, columns_K11w]
     if mode == "constant" and any(above_below + left_right):
-        # A record has room for four channels; more are filled with the value of the last.
+        # A record has room for four channels; all others are filled with the value of the last.
         channel_C = np.arange(channels).clip(max=3)
         fill_C = op["fill"].astype(np.uint8)[channel_C]
         tables.append(fill_C.reshape(-1, 1, 1))
@@ -130,12 +130,12 @@ def _tables(op: Array, stored: Shape, served: Shape) -> list[Array]:
 
 
 def _line_table(stored: int, border: tuple[int, int], mode: str, length: int) -> Array:
-    """Return which stored line each line of a window shows: for every window, then mirrored.
+    """Return the indices of the stored lines in each window: all windows, then all mirrored ones.
 
     Args:
         stored: number of rows, or columns, of a stored sample.
-        border: number of lines that are added before and behind them.
-        mode: of the border.
+        border: number of lines that are added before and after them.
+        mode: mode of the border.
         length: number of lines of a window.
     """
     fill = {"constant_values": _FILLED} if mode == "constant" else {}
@@ -155,7 +155,10 @@ def _draw_one(program: Program, shape: Shape) -> Array:
 
 
 def window_obstacle(plan: TransformPlan, spec: SampleSpec) -> str:
-    """Return why the batch ops before floats cannot cut a store on a device; empty if they can."""
+    """Return why batch ops cannot cut samples on a device; empty if they can.
+
+    The conversion to floats is not considered: it always can run there.
+    """
     if spec.shape is None:
         return "the stored samples have different shapes"
     if spec.dtype != "uint8" or len(spec.shape) != 3:

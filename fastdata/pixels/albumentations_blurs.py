@@ -1,7 +1,7 @@
 """Readers of albumentations' transforms that blur, sharpen and compress.
 
-Before a transform is read, an image is put through the core and the user's own OpenCV: where they
-do not give the same pixels, it runs per sample.
+Before a transform is read, the core and the user's own OpenCV both process one image. If their
+pixels differ, the transform runs per sample.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from fastdata.pixels.opencv_variants import matching
 from fastdata.pixels.state import Reader, State, UnknownStepError, need_colours
 from fastdata.pixels.steps import Step
 
-# Limits of cv_blur.c and cv_sharpen.c. OpenCV takes larger kernels than 11 to frequencies.
+# Limits of cv_blur.c and cv_sharpen.c. OpenCV filters with kernels larger than 11 by a Fourier
+# transform, which rounds differently.
 _MOST_MEAN = 99
 _MOST_MEDIAN = 15
 _MOST_MOTION = 11
@@ -45,7 +46,7 @@ def _read_gaussian(transform: Any, state: State) -> Step:
     smallest, largest = transform.blur_limit
     low, high = transform.sigma_limit
     if largest >= _MOST_GAUSSIAN or high > _MOST_SIGMA or not (0 <= low <= high and high > 0):
-        raise UnknownStepError("has a blur_limit or a sigma_limit that is not served")
+        raise UnknownStepError("has a blur_limit or a sigma_limit that is not supported")
     trial = Step("gaussian", {"sigma": (0.9, 0.9)})
     shares = np.exp(-0.5 * (np.arange(-3, 4) / 0.9) ** 2)
     _need_agreement(transform, trial, kernel=shares / shares.sum())
@@ -55,7 +56,7 @@ def _read_gaussian(transform: Any, state: State) -> Step:
 def _read_motion(transform: Any, state: State) -> Step:
     need_colours(state)
     smallest, largest = _odd_range(transform.blur_limit, _MOST_MOTION)
-    # Sixths of levels: many sums are halves, whose last bit decides a level.
+    # Weights of 1/6: many sums are halves, where the last bit decides how a value is rounded.
     trial = Step("motion", {"smallest": 11, "largest": 11, "direction": (1, 1)})
     kernel = np.zeros((11, 11), np.float32)
     kernel[5, 5:] = np.float32(1) / np.float32(6)
@@ -75,7 +76,7 @@ def _read_sharpen(transform: Any, state: State) -> Step:
     is_gaussian = transform.method == "gaussian"
     size = transform.kernel_size if is_gaussian else 0
     if size > _MOST_GAUSSIAN or (size and size % 2 == 0):
-        raise UnknownStepError("has a kernel_size that is not served")
+        raise UnknownStepError("has a kernel_size that is not supported")
     fields = {"size": size, "sigma": transform.sigma}
     trial = Step("sharpen", {**fields, "alpha": (0.25, 0.25), "lightness": (1, 1)})
     matrix = np.full((3, 3), -0.25, np.float32)
@@ -102,10 +103,10 @@ def _read_unsharp_mask(transform: Any, state: State) -> Step:
 def _read_downscale(transform: Any, state: State) -> Step:
     need_colours(state)
     if any(transform.interpolation_pair.values()):  # cv2.INTER_NEAREST is 0
-        raise UnknownStepError("has an interpolation_pair that is not served")
+        raise UnknownStepError("has an interpolation_pair that is not supported")
     low, high = transform.scale_range
     if not 0 < low <= high <= 1:
-        raise UnknownStepError("has a scale_range that is not served")
+        raise UnknownStepError("has a scale_range that is not supported")
     _need_agreement(transform, Step("downscale", {"scale": (0.37, 0.37)}), scale=0.37)
     return state.step("downscale", scale=(low, high))
 
@@ -122,7 +123,7 @@ def _read_compression(transform: Any, state: State) -> Step:
 
 
 def _odd_range(limit: Sequence[int], most: int) -> tuple[int, int]:
-    """Return the least and the largest odd number that albumentations draws."""
+    """Return the smallest and the largest odd number that albumentations draws."""
     low, high = (max(3, value + (value % 2 == 0)) for value in limit)
     high = max(low, high)
     if high > most:
@@ -131,7 +132,7 @@ def _odd_range(limit: Sequence[int], most: int) -> tuple[int, int]:
 
 
 def _need_agreement(transform: Any, trial: Step, **params: Any) -> None:
-    """Refuse a transform that gives other pixels by the installed OpenCV than the core does."""
+    """Refuse a transform if the core and the installed OpenCV give different pixels."""
     matching(functools.partial(transform.apply, **params), [trial])
 
 

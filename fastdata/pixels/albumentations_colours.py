@@ -1,7 +1,7 @@
-"""Readers of albumentations' transforms that change values of pixels.
+"""Readers of albumentations' transforms that change the values of pixels.
 
-Most of them become tables of 256 values. All take uint8: behind a conversion to floats they run per
-sample. Those whose pixels depend on the build of OpenCV are compared with it first.
+Most of them become tables of 256 values. All need uint8: after a conversion to floats they run per
+sample. If pixels depend on the build of OpenCV, the core is compared with the installed one first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GREYS = {
 def _need_few_channels(state: State) -> None:
     need_uint8(state)
     if (state.channels or _MOST_CHANNELS) > _MOST_CHANNELS:
-        raise UnknownStepError(f"gets images of more than {_MOST_CHANNELS} channels")
+        raise UnknownStepError(f"gets images with more than {_MOST_CHANNELS} channels")
 
 
 def _scaled(bounds: Sequence[float], factor: float) -> tuple[float, float]:
@@ -88,11 +88,11 @@ def _read_posterize(transform: Any, state: State) -> Step:
     is_of_each = isinstance(transform.num_bits, list)
     bits = transform.num_bits if is_of_each else [transform.num_bits]
     if not all(1 <= low <= high <= 8 for low, high in bits):
-        raise UnknownStepError("keeps a number of bits that is not served")
+        raise UnknownStepError("keeps a number of bits that is not supported")
     if not is_of_each:
         return _shared(state, "CHANNEL_POSTERIZE", bits[0])
     if len(bits) != state.channels:
-        raise UnknownStepError("has numbers of bits for another number of channels")
+        raise UnknownStepError("has num_bits for another number of channels")
     return _each(state, "CHANNEL_POSTERIZE", bits)
 
 
@@ -113,7 +113,7 @@ def _read_channel_dropout(transform: Any, state: State) -> Step:
     if most >= (state.channels or 0):
         raise UnknownStepError("may drop as many channels as images have")
     if not 0 <= transform.fill <= 255:
-        raise UnknownStepError("fills with another value than 0 to 255")
+        raise UnknownStepError("has a fill outside of 0 to 255")
     return state.step("cv_drop", fill=(float(transform.fill),), fewest=fewest, most=most)
 
 
@@ -123,7 +123,7 @@ def _read_channel_dropout(transform: Any, state: State) -> Step:
 def _read_equalize(transform: Any, state: State) -> Step:
     need_colours(state)
     if transform.mask is not None:
-        raise UnknownStepError("equalizes what a mask selects")
+        raise UnknownStepError("equalizes only the pixels of a mask")
     is_of_luma = not transform.by_channels
     _agreeing(transform, "luma" if is_of_luma else transform.mode)
     kind = "EQUALIZE_CV" if transform.mode == "cv" else "EQUALIZE_PIL"
@@ -134,7 +134,7 @@ def _read_auto_contrast(transform: Any, state: State) -> Step:
     _need_few_channels(state)
     if transform.ignore is not None:
         raise UnknownStepError("ignores a value")
-    # NumPy 1 counts pixels in float64 there.
+    # With a cutoff, NumPy 1 counts pixels in float64.
     if transform.cutoff and (np.float32(1) + 1.0).dtype != np.float32:
         raise UnknownStepError("has a cutoff, which needs NumPy 2")
     _agreeing(transform, transform.method)
@@ -147,9 +147,9 @@ def _read_clahe(transform: Any, state: State) -> Step:
     _agreeing(transform)
     columns, rows = transform.tile_grid_size
     if not (columns > 0 and rows > 0 and columns * rows <= _MOST_TILES):
-        raise UnknownStepError("has a number of tiles that is not served")
+        raise UnknownStepError("has a number of tiles that is not supported")
     if min(transform.clip_limit) <= 0:
-        raise UnknownStepError("has a limit of 0 or less")
+        raise UnknownStepError("has a clip_limit of 0 or less")
     return state.step("cv_clahe", columns=columns, rows=rows, limit=transform.clip_limit)
 
 
@@ -162,11 +162,11 @@ def _read_grey(transform: Any, state: State) -> State | Step:
     if transform.method not in _GREYS:
         raise UnknownStepError(f"makes grey by method={transform.method!r}")
     if channels not in (1, 3):
-        raise UnknownStepError("makes other than 1 or 3 channels")
+        raise UnknownStepError("makes neither 1 nor 3 channels")
     if state.channels == 1:
         return state  # and albumentations warns
     if channels == 1 and state.channels is None:
-        raise UnknownStepError("gets images of different numbers of channels")
+        raise UnknownStepError("gets images with different numbers of channels")
     if (type(transform).__name__, transform.method) in _TRIALS:
         _agreeing(transform, transform.method)
     step = state.step("cv_grey", method=_GREYS[transform.method], channels=channels)
@@ -225,7 +225,7 @@ def _read_multiplicative_noise(transform: Any, state: State) -> Step:
 def _read_iso_noise(transform: Any, state: State) -> Step:
     need_uint8(state)
     if state.channels != 3:
-        raise UnknownStepError("gets images of other than 3 channels")
+        raise UnknownStepError("needs images with 3 channels")
     if max(transform.intensity) > _MOST_INTENSITY:
         raise UnknownStepError(f"has an intensity above {_MOST_INTENSITY}")
     return state.step("cv_iso", colour=transform.color_shift, intensity=transform.intensity)
@@ -236,12 +236,12 @@ def _read_iso_noise(transform: Any, state: State) -> Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trial:
-    """One step with fixed numbers, and how albumentations does the same.
+    """One step with fixed values, and the call of albumentations that does the same.
 
     Attributes:
         arguments: of the transform's class.
         parameters: of its ``apply``.
-        variants: fields of the step that depend on the build, the most usual ones first.
+        variants: fields of the step that depend on the build, the most common ones first.
     """
 
     step: str
@@ -252,13 +252,13 @@ class _Trial:
 
 
 def _jitter(which: int, **parameters: float) -> dict[str, Any]:
-    """Return parameters of ColorJitter that change one thing only."""
+    """Return parameters of ColorJitter that apply only one of its four changes."""
     unchanged = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": 0.0}
     return {**unchanged, **parameters, "order": [which]}
 
 
 _FUSED = ({"fuses": 1}, {"fuses": 0})
-# Pixels of OpenCV's vectors: 32 with AVX2, 16 with SSE and NEON.
+# Pixels in a vector of OpenCV: 32 with AVX2, 16 with SSE and NEON.
 _HSV = [{"vector": size, "fuses": fuses} for fuses in (1, 0) for size in (32, 16, 64, 8, 1)]
 _TRIALS = {
     ("AutoContrast", "cdf"): _Trial(step="cv_histogram", fields={"kind": "STRETCH_CDF"}),
@@ -315,7 +315,7 @@ _TRIALS = {
     ),
     ("ToGray", "weighted_average"): _Trial(step="cv_grey", fields={"channels": 3}),
 }
-"""Trials by the class of a transform, and what of it depends on OpenCV."""
+"""Trials by the class of a transform, and the part of it that depends on OpenCV."""
 
 
 def _agreeing(transform: Any, part: str = "") -> dict[str, Any]:

@@ -18,7 +18,7 @@ def _read_coarse(transform: Any, state: State) -> Step | State:
     height, width = transform.hole_height_range, transform.hole_width_range
     if most > _MOST_HOLES:
         raise UnknownStepError(f"makes more than {_MOST_HOLES} holes")
-    # Where the range of heights reaches 1, both ranges are in pixels.
+    # If the range of heights reaches 1, both ranges are in pixels.
     return _dropout(
         transform,
         state,
@@ -34,11 +34,11 @@ def _read_coarse(transform: Any, state: State) -> Step | State:
 
 
 def _read_grid(transform: Any, state: State) -> Step | State:
-    # albumentations takes the first number for rows, whatever its name says.
+    # albumentations uses the first number for rows, although the name ends in "xy".
     rows, columns = transform.holes_number_xy or (0, 0)
     smallest, end = transform.unit_size_range or (0, 0)
     if max(rows, columns) > _MOST_CELLS or (end and smallest >= end):
-        raise UnknownStepError("has a holes_number_xy or a unit_size_range that is not served")
+        raise UnknownStepError("has a holes_number_xy or a unit_size_range that is not supported")
     return _dropout(
         transform,
         state,
@@ -57,7 +57,7 @@ def _read_grid(transform: Any, state: State) -> Step | State:
 
 
 def _dropout(transform: Any, state: State, name: str, fields: Fields) -> Step | State:
-    """Return a step for an image or its mask; the state unchanged if the mask is not filled."""
+    """Return a step for an image or its mask; the unchanged state if the mask is not filled."""
     fill = transform.fill_mask if state.is_beside else transform.fill
     if fill is None and state.is_beside:
         return state
@@ -65,17 +65,17 @@ def _dropout(transform: Any, state: State, name: str, fields: Fields) -> Step | 
     values: Fill = (0,)
     if isinstance(fill, str):
         if fill not in _MODES:
-            raise UnknownStepError(f"fills by {fill!r}, which is not served")
+            raise UnknownStepError(f"fills by {fill!r}, which is not supported")
         mode = _MODES[fill]
     else:
         values = _fill_values(fill, state)
-    # Floats are filled with the values as given, normalised or not.
+    # Floats are filled with the given values, whether they are normalised or not.
     return state.step(name, fill=values, mode=mode, is_normalized=True, **fields)
 
 
 def _fill_values(fill: Any, state: State) -> Fill:
     values = tuple(fill) if isinstance(fill, Sequence) else (fill,)
-    # An image without channels would get a row of values.
+    # In an image without a channel axis, several values would fill a row.
     most = 1 if state.kind == "hw" else 4
     if len(values) not in (1, state.channels or 1) or len(values) > most:
         raise UnknownStepError("has a fill for another number of channels")

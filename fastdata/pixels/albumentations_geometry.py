@@ -1,4 +1,4 @@
-"""Readers of albumentations' transforms that turn, crop and pad, and of those that make floats."""
+"""Readers of albumentations' transforms that turn, crop, pad, or convert to floats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdata.pixels.state import Reader, State, UnknownStepError, need_movable,
 from fastdata.pixels.steps import Fill, Step
 
 _BORDERS = ("PAD_CONSTANT", "PAD_EDGE", "PAD_SYMMETRIC", "PAD_WRAP", "PAD_REFLECT")
-"""Modes of borders by OpenCV's numbers: constant, replicate, reflect, wrap, reflect 101."""
+"""Border modes by OpenCV's numbers: constant, replicate, reflect, wrap, reflect 101."""
 _TURNED: tuple[tuple[int, bool, bool], ...] = (
     (0, False, False),
     (1, False, False),
@@ -24,8 +24,8 @@ _TURNED: tuple[tuple[int, bool, bool], ...] = (
     (0, False, True),
     (1, True, False),
 )
-"""The symmetries of a square in albumentations' order (e, r90, r180, r270, v, hvt, h, t), each as
-quarters counterclockwise, then mirrored top to bottom or left to right."""
+"""The symmetries of a square in albumentations' order (e, r90, r180, r270, v, hvt, h, t). Each is a
+number of quarter turns counterclockwise, then a flip top to bottom or left to right."""
 _TRANSPOSED = _TURNED[-1]
 _STATISTICS = {
     "image": "OF_IMAGE",
@@ -33,7 +33,7 @@ _STATISTICS = {
     "min_max": "RANGE_OF_IMAGE",
     "min_max_per_channel": "RANGE_OF_CHANNELS",
 }
-"""Modes of Normalize that take their numbers from each image."""
+"""Modes of Normalize that compute their statistics from each image."""
 _FIRST_NUMPY = int(np.__version__.partition(".")[0])
 
 
@@ -70,27 +70,28 @@ def _read_symmetry(transform: Any, state: State) -> Step:
 
 
 def border_mode(transform: Any) -> str:
-    """Return the mode of a border by its name in records.h."""
+    """Return the name in records.h of a transform's border mode."""
     return _BORDERS[transform.border_mode]
 
 
 def border_fill(transform: Any, state: State) -> Fill:
-    """Return the fill of what is added to an image or its mask: a value, or one for each channel.
+    """Return the fill for the border of an image or its mask: one value, or one per channel.
 
     Raises:
-        UnknownStepError: it is not the same as a fill of uint8.
+        UnknownStepError: the fill cannot be represented as uint8 values.
     """
     if border_mode(transform) != "PAD_CONSTANT":
         return (0,)
     given = transform.fill_mask if state.is_beside else transform.fill
     values = given if isinstance(given, (Sequence, np.ndarray)) else [given]
-    # OpenCV takes one value for the first of four channels, but albumentations repeats a float.
+    # OpenCV uses a single value for the first of four channels only, but albumentations repeats a
+    # float for all channels.
     if len(values) == 1 and not isinstance(given, (float, np.floating)):
         values = [*values, 0, 0, 0][: state.channels]
     elif len(values) not in (1, state.channels):
         raise UnknownStepError("has a fill for another number of channels")
     if not all(0 <= value <= 255 and value == int(value) for value in values):
-        raise UnknownStepError("has a fill that is not a level of uint8")
+        raise UnknownStepError("has a fill that is not a uint8 value")
     if state.floats:
         raise UnknownStepError("pads with a constant after the conversion to floats")
     return tuple(float(value) for value in values)
@@ -103,7 +104,7 @@ def _read_pad(transform: Any, state: State) -> Step:
     left, top, right, bottom = (values * 2)[:4] if len(values) == 2 else values
     border = {"left": left, "top": top, "right": right, "bottom": bottom}
     if min(border.values()) < 0:
-        raise UnknownStepError("has a padding that is not served")
+        raise UnknownStepError("has a padding that is not supported")
     return state.step(
         "pad",
         fill=border_fill(transform, state),
@@ -166,14 +167,14 @@ def _read_crop(transform: Any, state: State) -> State:
     return replace(state, steps=(*state.steps, *steps))
 
 
-# What a sample is
+# The kind of a sample
 
 
 def _read_normalize(transform: Any, state: State) -> Step:
     need_uint8(state)
     if transform.normalization != "standard":
         if _FIRST_NUMPY < 2:  # NumPy 1 makes float32 of these
-            raise UnknownStepError("takes its numbers from each image, which needs NumPy 2")
+            raise UnknownStepError("computes its statistics from each image, which needs NumPy 2")
         statistic = _STATISTICS[transform.normalization]
         return state.step(
             "cast", dtype="FLOAT64", scaling="SCALE_NONE", means=0, statistic=statistic
@@ -188,10 +189,10 @@ def _read_normalize(transform: Any, state: State) -> Step:
 
 
 def _for_channels(value: Any, channels: int) -> list[float]:
-    """Return a number for each channel, as albucore's ``convert_value`` takes them."""
+    """Return a number for each channel, as albucore's ``convert_value`` chooses them."""
     values = np.asarray(value)
     if values.dtype != np.float32 or values.ndim > 1 or not np.isfinite(values).all():
-        raise UnknownStepError("has a mean or std that is not served")
+        raise UnknownStepError("has a mean or std that is not supported")
     values = values.reshape(-1)
     is_one = len(values) < channels or channels == 1
     return [float(values[0])] * channels if is_one else values[:channels].tolist()
@@ -201,21 +202,21 @@ def _read_to_float(transform: Any, state: State) -> Step:
     need_uint8(state)
     most = float(255 if transform.max_value is None else transform.max_value)
     if not (most > 0 and np.isfinite(most)):
-        raise UnknownStepError("has a max_value that is not served")
+        raise UnknownStepError("has a max_value that is not supported")
     return state.step("cast", dtype="FLOAT32", scaling="SCALE_NONE", means=1, mean=[0], std=[most])
 
 
 def _read_from_float(transform: Any, state: State) -> State:
-    """Read the way back from ToFloat, where it gives the same levels."""
+    """Read FromFloat, if it restores exactly the values before ToFloat."""
     first, *others = state.floats or (None,)
     is_plain = first is not None and first.fields["scaling"] == "SCALE_NONE" and not others
     if not is_plain or transform.dtype != "uint8":
-        raise UnknownStepError("gets samples that are not those of ToFloat")
+        raise UnknownStepError("gets samples that ToFloat did not make")
     assert first is not None
     levels = np.arange(256, dtype=np.float32)
     made = np.rint(levels / np.float32(first.fields["std"][0]) * np.float32(transform.max_value))
     if not np.array_equal(made, levels):
-        raise UnknownStepError("makes other levels than ToFloat had")
+        raise UnknownStepError("does not give back the values before ToFloat")
     return replace(state, floats=())
 
 

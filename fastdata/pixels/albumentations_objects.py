@@ -1,8 +1,8 @@
 """Objects of albumentations: which of its transforms are known, and why others are not.
 
-Served are the transforms of version 2.0.8. One of a later version is known if it has the attributes
-of 2.0.8: another attribute may change what it does. The version is read from the module that the
-user imported; nothing here imports it.
+The known transforms are those of version 2.0.8. A transform of a later version is known if it has
+the attributes of 2.0.8, because another attribute may change what it does. The version is read from
+the module that the user imported; nothing here imports it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COMMON = _names(
 _UNSETTLED = _names(
     "applied_in_replay check_each_transform deterministic main_compose replay_mode save_key"
 )
-"""Attributes that only some objects have, after a call of a method."""
+"""Attributes that an object has only after certain methods were called."""
 _COMPOSED = "transforms mask_interpolation save_applied_params"
 _PADDED = "border_mode fill fill_mask"
 _CROPPED = f"{_PADDED} pad_if_needed pad_position"
@@ -48,7 +48,7 @@ _ATTRIBUTES = {
     "RandomOrder": f"{_COMPOSED} n replace",
     "Sequential": _COMPOSED,
     "SomeOf": f"{_COMPOSED} n replace",
-    # Geometry, and what a sample is
+    # Geometry, and the kind of a sample
     "CenterCrop": f"{_CROPPED} height width",
     "Crop": f"{_CROPPED} x_max x_min y_max y_min",
     "D4": "",
@@ -115,13 +115,13 @@ _ATTRIBUTES = {
     "SafeRotate": f"{_MAPPED} limit",
     "ShiftScaleRotate": f"{_MAPPED} rotate_limit scale_limit shift_limit_x shift_limit_y",
 }
-"""Names of transforms of 2.0.8 that can be known, and their attributes beside those of all."""
+"""The known transforms of 2.0.8, and their attributes in addition to ``_COMMON``."""
 _STEADY = _names(
     "AutoContrast CenterCrop Crop Equalize FromFloat HorizontalFlip InvertImg LongestMaxSize NoOp "
     "Normalize Pad PadIfNeeded Resize SmallestMaxSize ToFloat ToGray ToTensorV2 Transpose "
     "VerticalFlip"
 )
-"""Transforms that do the same each time, if they are always applied."""
+"""Transforms that always do the same, if they are applied to every sample."""
 _UNSHOWN = _names("additional_targets is_check_shapes save_applied_params seed strict")
 _CHOOSING = _names("OneOf OneOrOther RandomOrder SomeOf")
 
@@ -131,13 +131,13 @@ def is_of_albumentations(value: Any) -> bool:
 
 
 def name_in_albumentations(transform: Any) -> str:
-    """Return the class of one of albumentations' own objects; an empty text if it is not known."""
+    """Return the class name of an object of albumentations; an empty text if it is not known."""
     name = type(transform).__name__
     return name if name in _ATTRIBUTES and not albumentations_obstacle(transform) else ""
 
 
 def albumentations_obstacle(transform: Any) -> str:
-    """Return why one of albumentations' objects is not served; empty if its class may be."""
+    """Return why an object of albumentations cannot be a batch op; empty if it may be one."""
     name = type(transform).__name__
     held = vars(transform)
     version = _version()
@@ -151,7 +151,7 @@ def albumentations_obstacle(transform: Any) -> str:
         return ""
     shown = ".".join(map(str, version))
     if version < _SERVED:
-        return f"is of albumentations {shown}, and batch ops are those of 2.0.8"
+        return f"is from albumentations {shown}, but batch ops need 2.0.8 or later"
     wanted = _COMMON | _names(_ATTRIBUTES[name])
     if hasattr(transform, "transforms") and "save_applied_params" in wanted:
         wanted -= _names("params invalid_args _key2func _strict")
@@ -159,7 +159,7 @@ def albumentations_obstacle(transform: Any) -> str:
     if not differing:
         return ""
     return (
-        f"is of albumentations {shown}, where it has other attributes than in 2.0.8: "
+        f"is from albumentations {shown}, where its attributes differ from those in 2.0.8: "
         f"{', '.join(differing)}"
     )
 
@@ -186,7 +186,7 @@ def _version() -> tuple[int, ...]:
 
 
 def short_text(transform: Any) -> str:
-    """Return the ``repr`` of a transform without the arguments that have their default."""
+    """Return the ``repr`` of a transform without the arguments that have their default value."""
     kind = type(transform)
     shown = []
     for name, parameter in inspect.signature(kind).parameters.items():
@@ -206,6 +206,6 @@ def _methods(kind: Any) -> frozenset[str]:
 
 
 def settings_of(transform: Any) -> dict[str, Any]:
-    """Return the attributes that a call does not change, by which a change in place is found."""
+    """Return the attributes that a call does not change; they show if the user has changed one."""
     moving = {"params", "processors", "random_generator", "py_random", "_key2func"}
     return {name: value for name, value in vars(transform).items() if name not in moving}

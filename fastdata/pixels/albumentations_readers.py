@@ -1,7 +1,7 @@
-"""Read albumentations' transforms as steps: ``READERS``, probabilities, and transforms of these.
+"""Read albumentations' transforms as steps: ``READERS``, probabilities, and compositions.
 
-Each room of readers has a table ``READERS`` of its own. Its functions read what a transform does
-when it is applied; here is read how often it is.
+Each file of readers has its own table ``READERS``. Its functions read what a transform does when it
+is applied. This file reads how often it is applied.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ def read_wrapped(transform: Any, state: State) -> State:
 
 
 def _read(transform: Any, state: State, *, is_forced: bool = False) -> State:
-    """Read one of albumentations' objects, which another one may force to be applied."""
+    """Read an object of albumentations. ``is_forced``: its composition always applies it."""
     name = known_name(transform)
     if name not in READERS and name not in _COMPOSITIONS:
         raise UnknownStepError(albumentations_obstacle(transform) or "is not a known batch op")
     if getattr(transform, "processors", None):
-        raise UnknownStepError("has bbox_params or keypoint_params, which are not served")
+        raise UnknownStepError("has bbox_params or keypoint_params, which are not supported")
     state = _as_pixels(state)
     before = replace(state.inner(), steps=())
     p = transform.p
     if name in _COMPOSITIONS:
         found: Step | State = _COMPOSITIONS[name](transform, before)
-        # SomeOf draws if it is applied, and OneOrOther which one, whoever calls them.
+        # Even if they are forced, SomeOf draws whether it is applied, and OneOrOther which
+        # transform it applies.
         if name in ("A.OneOrOther", "A.SomeOf", "A.RandomOrder"):
             p = 1 if name == "A.OneOrOther" else p
             is_forced = False
@@ -60,7 +61,7 @@ def _read(transform: Any, state: State, *, is_forced: bool = False) -> State:
     else:
         found = READERS[name](transform, before)
     after = before.add(found) if isinstance(found, Step) else found
-    # Zero stays zero, also where it is forced.
+    # A probability of 0 stays 0, even if the transform is forced.
     if is_forced and (p > 0 or name in _COMPOSITIONS):
         p = 1
     if p < 1:
@@ -69,34 +70,34 @@ def _read(transform: Any, state: State, *, is_forced: bool = False) -> State:
 
 
 def _sometimes(before: State, after: State, state: State, p: float) -> State:
-    """Return the state after steps that a sample goes through with a probability."""
+    """Return the state after steps that are applied to a sample with a probability."""
     made = len(before.floats)
     is_same = replace(after, steps=(), floats=before.floats) == before
     if not is_same or after.floats[:made] != before.floats or (after.floats and not made):
-        raise UnknownStepError("changes what only some samples are")
+        raise UnknownStepError("changes the kind of only some samples")
     floats = (*before.floats, *_maybe(after.floats[made:], p, state))  # holes among floats
     return replace(after, steps=_maybe(after.steps, p, state), floats=floats)
 
 
 def _maybe(steps: Steps, p: float, state: State) -> Steps:
-    if [step.name for step in steps] == ["flip"]:  # which has one of its own
+    if [step.name for step in steps] == ["flip"]:  # a flip has its own probability
         return (replace(steps[0], fields={**steps[0].fields, "p": p * steps[0].fields["p"]}),)
     return (state.maybe(steps, p),) if steps else ()
 
 
 def _as_pixels(state: State) -> State:
-    """Return the state of samples as arrays, which PIL images become in the wrapper."""
+    """Return the state of samples as arrays; the wrapper converts PIL images to arrays."""
     if state.kind in ("hwc", "hw"):
         return state
     if state.kind != "pil":
-        raise UnknownStepError("takes arrays (H, W, C) of uint8, and gets other samples")
+        raise UnknownStepError("needs uint8 arrays (H, W, C), but gets other samples")
     if state.channels not in (1, 3, 4):
-        raise UnknownStepError("gets images of different numbers of channels")
+        raise UnknownStepError("gets images with different numbers of channels")
     return replace(state, kind="hw" if state.channels == 1 else "hwc")
 
 
 def _read_each(transforms: Iterable[Any], state: State, *, is_forced: bool) -> list[Steps]:
-    """Read transforms of which only some are applied, so that they must not change the state."""
+    """Read transforms of which only some are applied: they must not change the state."""
     found = []
     for number, transform in enumerate(transforms):
         before = replace(state.inner(number), steps=())
@@ -106,7 +107,7 @@ def _read_each(transforms: Iterable[Any], state: State, *, is_forced: bool) -> l
             name = type(transform).__name__
             raise UnknownStepError(f"contains {name}, which {unknown}") from unknown
         if replace(after, steps=()) != before:
-            raise UnknownStepError("changes what only some samples are")
+            raise UnknownStepError("changes the kind of only some samples")
         found.append(after.steps)
     return found
 

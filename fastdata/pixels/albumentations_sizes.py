@@ -1,4 +1,4 @@
-"""Readers of albumentations' transforms that resize, and crops that are resized."""
+"""Readers of albumentations' transforms that resize, or crop and resize."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AREA = 3  # cv2.INTER_AREA
 
 
 def _filters(transform: Any, state: State) -> Fields:
-    """Return how an image or its mask is resized, which may depend on whether it gets smaller."""
+    """Return the interpolation for an image or its mask; it may depend on whether it shrinks."""
     need_uint8(state)
     chosen = transform.mask_interpolation if state.is_beside else transform.interpolation
     areas = (None, "image_mask") if state.is_beside else (None, "image", "image_mask")
@@ -29,7 +29,7 @@ def _filters(transform: Any, state: State) -> Fields:
 def _crop_filters(transform: Any, state: State) -> Fields:
     filters = _filters(transform, state)
     if state.is_beside and filters["shrinks_by_area"]:
-        # _get_interpolation_for_resize takes it for masks that grow, too.
+        # _get_interpolation_for_resize uses area for masks that grow, too.
         return {"interpolation": opencv_filter(_AREA)}
     return filters
 
@@ -61,7 +61,7 @@ def _read_scale(transform: Any, state: State) -> Step:
 def _read_resized_crop(transform: Any, state: State) -> Step:
     height, width = transform.size
     if transform.ratio[0] <= 0:
-        raise UnknownStepError("has a ratio that is not served")
+        raise UnknownStepError("has a ratio that is not supported")
     return state.step(
         "resized_crop",
         height=height,

@@ -1,4 +1,4 @@
-"""Readers of albumentations' transforms that move pixels by a map of places."""
+"""Readers of albumentations' transforms that move pixels: affine, perspective and distortions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdata.pixels.state import Reader, State, UnknownStepError, need_uint8
 from fastdata.pixels.steps import Fields, Fill, Step
 
 _INTERPOLATIONS = {0: "NEAREST", 1: "BILINEAR", 3: "BILINEAR"}
-"""By OpenCV's numbers: nearest, linear, and area, which warps take as linear."""
+"""Interpolations by OpenCV's numbers: nearest, linear, and area, which warps treat as linear."""
 _MOST_CELLS = 127  # MOST_CELLS of cv_distort.c
 _MOST_SIGMA = 127  # MOST_RADIUS of cv_elastic.c is four times that
 _APPROXIMATE = 17
@@ -28,10 +28,10 @@ def _read_warp(
     """Read the fields of a ``CvWarp``, and the fill."""
     need_uint8(state)
     if state.channels not in (1, 3):
-        raise UnknownStepError("gets images of other than 1 or 3 channels")
+        raise UnknownStepError("gets images with neither 1 nor 3 channels")
     given = transform.mask_interpolation if state.is_beside else transform.interpolation
     if given not in _INTERPOLATIONS:
-        raise UnknownStepError("has an interpolation that is not served")
+        raise UnknownStepError("has an interpolation that is not supported")
     fields = {
         "interpolation": _INTERPOLATIONS[given],
         "border": _BORDERS[transform.border_mode],
@@ -46,7 +46,7 @@ def _read_affine(transform: Any, state: State) -> Step:
     moves = transform.translate_px or transform.translate_percent or {"x": (0, 0), "y": (0, 0)}
     is_relative = transform.translate_px is None
     if not is_relative and any(int(low) > int(high) for low, high in moves.values()):
-        raise UnknownStepError("has a range of translations that is empty")
+        raise UnknownStepError("has an empty range of translations")
     return state.step(
         "cv_affine",
         fill=fill,
@@ -87,9 +87,9 @@ def _read_rotate(transform: Any, state: State) -> Step:
 def _read_alone(
     transform: Any, state: State, find_program: Callable[[], Fields] = opencv_program
 ) -> tuple[Fields, Fill]:
-    """Read what ``_read_warp`` reads, of a transform that gives its fill to OpenCV as it is."""
+    """Read the fields and the fill of a transform that passes its fill to OpenCV unchanged."""
     warp, fill = _read_warp(transform, state, find_program)
-    # OpenCV takes one number for the first channel; the others are filled with 0.
+    # OpenCV uses a single number for the first channel, and fills the others with 0.
     is_one = np.size(transform.fill_mask if state.is_beside else transform.fill) == 1
     return {**warp, "fills_first": is_one}, fill
 

@@ -20,18 +20,18 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """Shares and boxes by which each row of a batch is mixed with its partner, another row.
+    """Shares and boxes by which each row of a batch is mixed with another row, its partner.
 
-    A dimension B may be 1, if it is the same for all rows.
+    Dimension B may be 1, if the values are the same for all rows.
 
     Attributes:
         is_mirrored: the partner of row b is row B - 1 - b, as in timm; otherwise the row before it,
             as in torchvision.
-        shares: float64 (B, 2), what a row's own image and its partner's are multiplied by; None if
-            images are not added.
-        boxes: int64 (B, 4), (top, left, bottom, right) of the pixels that are the partner's; None
-            if no pixels are.
-        label_shares: float32 (B, 2), what both labels are multiplied by.
+        shares: float64 (B, 2), factors of a row's own image and of its partner's; None if images
+            are not added.
+        boxes: int64 (B, 4), (top, left, bottom, right) of the pixels that are copied from the
+            partner; None if no pixels are copied.
+        label_shares: float32 (B, 2), factors of the row's own label and of its partner's.
     """
 
     is_mirrored: bool
@@ -84,14 +84,15 @@ class Blend:
         return partners_BK * partner_share_B1 + own_BK * own_share_B1
 
     def _labels_on_cpu(self, label_B: Array, classes: int, off: float, on: float) -> Array:
-        # One to three values of a row differ. torch would make four passes over all of them, by
-        # threads that a loader's own threads take the cores of.
+        # Only up to three values of a row differ from the rest. torch would make four passes over
+        # all values, with threads that compete with the loader's own threads for the cores.
         count = len(label_B)
         values_2 = np.array([off, on], np.float32)
         shares_B2 = self.label_shares.expand(count, 2).numpy()
         own_B2 = shares_B2[:, :1] * values_2
         partner_B2 = shares_B2[:, 1:] * values_2
-        # Of a class, by whether it is the partner's and whether it is the row's own.
+        # Values of a class: the first index is 1 if it is the partner's class, the second index is
+        # 1 if it is the row's own.
         value_B22 = partner_B2[:, :, None] + own_B2[:, None, :]
         partner_label_B = self.partners_of_array(label_B)
         is_same_B = (partner_label_B == label_B).astype(np.int64)
@@ -118,11 +119,11 @@ def _is_inside(boxes_B4: Tensor, images_BChw: Tensor) -> Tensor:
 
 
 class RowBlender:
-    """Mixed rows of a batch for the core, which writes them in the same pass as it converts them.
+    """Describes mixed rows for the core, which mixes and converts them in one pass.
 
     Args:
-        cast: the conversion of uint8 to what is served; None for rows that are served as they are.
-        dtype: of the batch, such as ``"float32"``.
+        cast: the conversion of uint8 to the dtype of the batch; None if rows are not converted.
+        dtype: dtype of the batch, such as ``"float32"``.
     """
 
     def __init__(self, cast: Step | None, dtype: str) -> None:
@@ -133,10 +134,10 @@ class RowBlender:
     def blending(
         self, blend: Blend, staged_SChw: Array, places_B: Int64s, order_B: Int64s, out: Array
     ) -> Blending:
-        """Return the rows of a batch, made of samples that are staged in the order of ``out``.
+        """Return records of the mixed rows of a batch, which the core writes to ``out``.
 
-        Sample ``order_B[k]`` is served as number k, to ``places_B[order_B[k]]``; a row is written
-        once its own sample and its partner's are there.
+        The core makes sample ``order_B[k]`` as number k, in place ``places_B[order_B[k]]`` of
+        ``staged_SChw``. It writes a row as soon as the row's own sample and its partner are made.
         """
         row_B = np.arange(len(order_B))
         partner_B = blend.partners_of_array(row_B)
@@ -172,10 +173,10 @@ def _write_boxes(boxes_B4: Array, records_B: Array) -> None:
 
 
 def serving_order(count: int, *, is_mirrored: bool) -> tuple[Int64s, Int64s]:
-    """Return an order to serve a batch in, and the place of each sample among few that are reused.
+    """Return an order in which samples are made, and a place for each; places are used again.
 
-    The samples of a row are then at their places when it is written: each sample next to its
-    partner.
+    In this order each sample comes next to its partner, so both are still in their places when
+    their row is written.
     """
     row_B = np.arange(count)
     if is_mirrored:
@@ -184,7 +185,8 @@ def serving_order(count: int, *, is_mirrored: bool) -> tuple[Int64s, Int64s]:
         order_B = ends_B2.ravel()[:count]
         is_second_half_B = 2 * row_B >= count
         return order_B, is_second_half_B.astype(np.int64)
-    # Two places in turns; row 0, which is made of the first and the last sample, waits for that.
+    # Two places in turns. Row 0 mixes the first sample with the last one, so the first sample
+    # keeps a place of its own until the end.
     places_B = 1 + row_B % 2
     places_B[:1] = 0
     return row_B, places_B

@@ -25,7 +25,7 @@ def read_to_pil(transform: Any, state: State) -> State:
     if state.kind not in ("pil", "tensor", "image") or state.floats:
         raise UnknownStepError("gets floats, or something that is no image")
     if (state.channels, transform.mode) not in ((1, None), (1, "L"), (3, None), (3, "RGB")):
-        raise UnknownStepError("makes images of a mode that is not served")
+        raise UnknownStepError("makes images of a mode that is not supported")
     return replace(state, kind="pil")
 
 

@@ -1,4 +1,4 @@
-"""Filters of OpenCV's resize that the core has, as far as the installed OpenCV agrees with them."""
+"""The core's filters that resize like the installed OpenCV, found by comparing pixels."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _FILTERS = (
     ("CV_AREA",),
     ("CV_LANCZOS",),
     ("CV_LINEAR_EXACT",),
-    ("CV_NEAREST_EXACT", "NEAREST"),  # up to OpenCV 4, and as Pillow's from 5 on
+    ("CV_NEAREST_EXACT", "NEAREST"),  # OpenCV up to 4; from 5 on it is the same as Pillow's
 )
 """Filters of records.h by OpenCV's number of the interpolation (``cv2.INTER_NEAREST`` is 0)."""
 _SIZES = (((8, 30), (20, 10)), ((23, 31), (29, 47)), ((40, 36), (20, 12)), ((41, 34), (19, 40)))
-"""Heights and widths that are tried, before and after."""
+"""Heights and widths to try, before and after the resize."""
 
 
 @functools.cache
 def opencv_filter(interpolation: int) -> str:
-    """Return the filter with the pixels of the installed OpenCV, by the name of its enumerator.
+    """Return the name in records.h of the filter that gives the pixels of the installed OpenCV.
 
     OpenCV must have been imported, as albumentations does.
 
@@ -57,7 +57,7 @@ def _agrees(name: str, interpolation: int) -> bool:
 
 
 def _pattern(shape: Shape) -> Array:
-    """Return an image whose levels have no period: squares modulo a prime."""
+    """Return an image whose values do not repeat periodically: squares modulo a prime."""
     count = math.prod(shape)
     numbers = np.arange(count, dtype=np.int64)
     levels = (numbers**2 * 37 % 257).astype(np.uint8)

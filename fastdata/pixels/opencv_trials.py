@@ -1,4 +1,4 @@
-"""One step of the core on one image, to compare with what the installed OpenCV makes of it."""
+"""Run one step of the core on one image, to compare its pixels with the installed OpenCV."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastdata.pixels.steps import Step, compile_table, flatten_steps
 
 
 def try_step(step: Step, image_HWC: Array) -> tuple[Array, Array]:
-    """Return what a step makes of an image, (height, width, channels), and the ops drawn for it."""
+    """Return the result of a step for one image (height, width, channels), and the drawn ops."""
     image_CHW = np.ascontiguousarray(image_HWC.transpose(2, 0, 1))
     address_1 = np.array([image_CHW.ctypes.data])
     shape_13 = np.array([image_CHW.shape], np.int32)

@@ -1,7 +1,7 @@
 """Arithmetic of the installed OpenCV, found by comparing the pixels of one image.
 
-Builds of OpenCV differ: they round a product and a sum once or twice, or use vectors of another
-length. So a step that depends on that is compared with the user's own library, once per process.
+Builds of OpenCV differ: they round a product and a sum once or twice, or use vectors of different
+lengths. A step that depends on this is compared with the user's own library, once per process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fastdata.pixels.steps import Step
 
 _HEIGHT = 179
 _WIDTH = 331
-"""OpenCV starts threads for images of 2**16 pixels, and workers that are forked later would wait
-for these forever. The width is not that of whole vectors."""
+"""The size of the image. OpenCV starts threads for images of 2**16 pixels or more, and workers that
+are forked later would wait for these threads forever. The width is not a multiple of a vector."""
 _ODD = 0x9E3779B1
 
 
@@ -27,13 +27,13 @@ def matching(apply: Callable[[Array], Array], candidates: Iterable[Step]) -> Ste
 
     Args:
         apply: takes and returns an image, uint8 (H, W, 3).
-        candidates: steps whose numbers are fixed.
+        candidates: steps with fixed values.
 
     Raises:
-        UnknownStepError: none does.
+        UnknownStepError: no candidate gives these pixels.
     """
     image_HWC = _image()
-    # A copy, as the library may write to the image that it is given.
+    # A copy, because the library may write to its input.
     wanted_HWC = apply(image_HWC.copy())
     for step in candidates:
         made_HWC, _ = try_step(step, image_HWC)
@@ -44,7 +44,7 @@ def matching(apply: Callable[[Array], Array], candidates: Iterable[Step]) -> Ste
 
 def _image() -> Array:
     """Return an image whose pixels have 59,249 different colours, uint8 (H, W, 3)."""
-    # Multiples of an odd number visit all colours of 24 bits before one comes again.
+    # Multiples of an odd number reach all colours of 24 bits before one repeats.
     numbers = np.arange(_HEIGHT * _WIDTH, dtype=np.uint32)
     numbers *= _ODD
     colours = numbers.view(np.uint8).reshape(_HEIGHT, _WIDTH, 4)

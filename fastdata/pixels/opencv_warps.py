@@ -1,7 +1,7 @@
-"""The program by which the installed OpenCV warps images, of those that the core has.
+"""The core's program that warps images like the installed OpenCV, found by comparing pixels.
 
-OpenCV up to 4 rounds places to 1/32 of a pixel; OpenCV 5 computes them in floats, in vectors whose
-length, and whether their products are rounded, depends on the processor.
+OpenCV up to 4 rounds places to 1/32 of a pixel. OpenCV 5 computes them in floats; the processor
+decides how long its vectors are, and whether their products are rounded.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ _PROGRAMS: tuple[Fields, ...] = (
     {"lanes": 8, "fuses": True},
     {"lanes": 8, "fuses": False},
 )
-"""Vectors of 16 and 8 floats, fields of a ``CvWarp``: AVX2; NEON or SSE4 (no fused products)."""
+"""Fields of a ``CvWarp``: no vectors (OpenCV up to 4), vectors of 16 floats (AVX2), or vectors of 8
+(NEON; SSE4 does not fuse products)."""
 
-# Far from the image places are rounded to large steps, which makes the programs differ in many
-# pixels. Rows end 14 pixels behind a multiple of 16, so that vectors of 8 and of 16 floats end at
-# different columns.
+# Far from the image, places are rounded to large steps, so the programs differ in many pixels. Rows
+# are 14 pixels longer than a multiple of 16, so vectors of 8 and of 16 floats end at different
+# columns.
 _FAR: Fields = {"degrees": (1, 1), "scale_x": (1 / 900, 1 / 900), "scale_y": (0.9, 0.9)}
 _TRIALS: tuple[tuple[str, Fields, Shape], ...] = (
     *(("cv_affine", {**_FAR, "move_x": (move, move)}, (40, 62)) for move in range(8)),
     ("cv_perspective", {"keeps_size": True, "scale": (0.1, 0.1)}, (9, 2990)),
 )
-"""Steps without their ``warp``, and heights and widths of the images that they are tried on."""
+"""Steps without their ``warp``, and the heights and widths of the images to try them on."""
 _GRID: Shape = (9, 2990)
 _ROW = 3
-"""The image that a grid is tried on, and the row of it that is compared."""
+"""The size of the image to try a grid on, and the row that is compared."""
 
 
 @functools.cache
@@ -55,7 +56,7 @@ def opencv_program() -> Fields:
 
 @functools.cache
 def opencv_remap() -> Fields:
-    """Return the fields of a ``CvWarp`` with which the core remaps as the installed OpenCV does.
+    """Return the fields of a ``CvWarp`` that give the pixels of the installed OpenCV's ``remap``.
 
     Raises:
         UnknownStepError: no program of the core gives its pixels.
@@ -67,14 +68,14 @@ def opencv_remap() -> Fields:
 
 
 def _agrees(program: Fields, channels: int, name: str, fields: Fields, shape: Shape) -> bool:
-    """Return True if a program gives the first row that OpenCV makes of an image."""
+    """Return True if a program gives the same first row of a warped image as OpenCV."""
     cv2 = sys.modules["cv2"]
     warp, rows = (cv2.warpAffine, 2) if name == "cv_affine" else (cv2.warpPerspective, 3)
     image = np.random.default_rng(0).integers(0, 256, (*shape, channels), np.uint8)
     for interpolation, number in (("NEAREST", cv2.INTER_NEAREST), ("BILINEAR", cv2.INTER_LINEAR)):
         how = {**program, "interpolation": interpolation, "border": "CV_REFLECT_101"}
         made, ops = try_step(Step(name, {**fields, "warp": how}), image)
-        # OpenCV 5 starts its threads for two rows, which a process that may fork should not have.
+        # One row: for two, OpenCV 5 starts threads, and this process may be forked later.
         wanted = warp(
             image,
             ops[0]["cv_warp"]["map"].reshape(3, 3)[:rows],
@@ -88,7 +89,7 @@ def _agrees(program: Fields, channels: int, name: str, fields: Fields, shape: Sh
 
 
 def _remaps_alike(program: Fields, channels: int) -> bool:
-    """Return True if a program gives one row that OpenCV's ``remap`` makes of an image."""
+    """Return True if a program gives the same row of a remapped image as OpenCV."""
     cv2 = sys.modules["cv2"]
     image = np.random.default_rng(0).integers(0, 256, (*_GRID, channels), np.uint8)
     # A grid of one cell is wider and higher than the image by its limit.
