@@ -194,7 +194,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_is_not_served_says_why(reason: str) -> None:
-    """It runs per sample, as it is written."""
+    """Such a transform runs per sample, and the reason is given."""
     assert reason in refusal_of(REFUSED[reason]())
 
 

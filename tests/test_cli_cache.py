@@ -59,7 +59,7 @@ def test_a_dataset_starts_from_what_was_built(
         assert all(ours[i][0].tobytes() == plain[i][0].tobytes() for i in range(6))
 
 
-def test_inspect_tells_what_is_damaged(
+def test_inspect_reports_damaged_files(
     image_folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Status 0 and a table for an intact cache, 1 for a flipped byte or a cut file, 2 if there is no cache."""
@@ -154,7 +154,7 @@ def test_a_cache_behind_a_url_is_inspected(
     MemoryFileSystem.store.clear()
 
 
-def test_errors_are_the_librarys_own(
+def test_commands_show_the_librarys_errors(
     image_folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Errors are one line with a cure; they name arguments as in Python, and flags have the same names."""
@@ -264,7 +264,7 @@ def test_names_that_the_output_cannot_write_are_escaped(
         assert "caf\\udce9-" in out.read()
 
 
-def test_a_cache_commands_no_terminal(
+def test_text_in_a_cache_cannot_control_the_terminal(
     image_folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Control characters in a foreign cache's texts are not shown."""

@@ -84,7 +84,7 @@ def test_a_transform_of_ones_own_is_tuned(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_the_user_got_wrong_is_one_line(
+def test_errors_of_the_user_are_one_line(
     words: list[str],
     message: str,
     tmp_path: Path,
@@ -164,7 +164,7 @@ def test_an_error_of_a_script_is_its_own(tmp_path: Path) -> None:
     ],
     ids=["syntax", "no loader", "ends", "status"],
 )
-def test_a_script_without_a_loop_is_told(
+def test_a_script_without_a_loop_gets_an_error(
     script: str, status: int, said: str, tmp_path: Path
 ) -> None:
     """One line says what it lacks; a status of its own is the command's."""

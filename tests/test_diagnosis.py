@@ -86,7 +86,7 @@ def case(name: str) -> tuple[Any, Callable[[Any], None]]:
 @pytest.mark.parametrize(
     "limit", ["model", "host-to-device", "decode", "disk", "transform", "collate", "workers"]
 )
-def test_the_culprit_is_named(limit: str) -> None:
+def test_the_limit_is_named(limit: str) -> None:
     """In loops that are slow for different reasons, the slow part is reported as the limit."""
     gpu = Sim()
     gpu.on_copy = partial(time.sleep, 4 * LONG_S)
@@ -175,7 +175,7 @@ def test_the_two_lines_to_change_stand_at_the_end() -> None:
         assert "from fastdata import" not in str(other)
 
 
-def test_keeping_samples_is_tried() -> None:
+def test_samples_in_memory_are_measured() -> None:
     """A torch loader over slow files is measured with its samples in memory, and the report has the memory it needs."""
     found = diagnose(DataLoader(Samples(partial(time.sleep, LONG_S)), batch_size=2, num_workers=1))
     assert found.kept_per_s
@@ -207,7 +207,7 @@ def test_any_torch_loader_can_be_diagnosed(make: Callable[[], Any]) -> None:
     assert found.parts
 
 
-def test_own_batches_are_not_taken_apart() -> None:
+def test_steps_of_fastdatas_batches_are_not_timed_apart() -> None:
     """If a fastdata dataset stores its samples, the time to read one counts as the transform's."""
     transforms = pytest.importorskip("torchvision.transforms.v2")
     crop = transforms.Compose([transforms.RandomCrop(3), transforms.RandomHorizontalFlip()])
@@ -217,7 +217,7 @@ def test_own_batches_are_not_taken_apart() -> None:
     assert [part.kind for part in found.parts] == ["transform", "collate"]
 
 
-def test_less_is_said_of_other_iterables() -> None:
+def test_only_the_loop_of_other_iterables_is_measured() -> None:
     """For an iterable that is not a DataLoader only the loop is measured, and the report has a note."""
     found = diagnose([torch.zeros(4)] * 5, lambda batch: None)
     assert found.loader_per_s is None
@@ -250,7 +250,7 @@ def fail_in_processes() -> None:
         raise KeyError("elsewhere")
 
 
-def test_errors_apart_are_noted() -> None:
+def test_errors_of_separate_measurements_become_notes() -> None:
     """A measurement that fails next to the loop becomes a note; the rest of the diagnosis is returned."""
     found = diagnose(DataLoader(Samples(fail_in_processes), batch_size=2))
     assert found.loader_per_s is None
@@ -258,7 +258,7 @@ def test_errors_apart_are_noted() -> None:
 
 
 def test_workers_that_persist_are_left_alone() -> None:
-    """The user's own are those of the next epoch."""
+    """Persistent workers of the user's loader serve its next epoch."""
     loader = DataLoader(Samples(), batch_size=2, num_workers=1, persistent_workers=True)
     diagnose(loader, batches=3)
     assert len(list(loader)) == 12
@@ -324,14 +324,14 @@ def test_a_scripts_loop_is_timed(tmp_path: Path, end: str) -> None:
 
 @pytest.mark.usefixtures("own_main")
 def test_a_script_is_stopped(tmp_path: Path) -> None:
-    """After the batches asked for a script does not go on."""
+    """A script does not continue after the requested number of batches."""
     (loop,) = loops_of(tmp_path, "raise KeyError", "1", 4)
     assert loop.batches == 4
 
 
 @pytest.mark.usefixtures("own_main")
 def test_a_script_without_a_loop_has_none(tmp_path: Path) -> None:
-    """An exit status of its own is raised."""
+    """The exit status of such a script is raised."""
     assert loops_of(tmp_path, "pass", "0", 4) == []
     with pytest.raises(SystemExit, match="3"):
         loops_of(tmp_path, "sys.exit(3)", "0", 4)

@@ -100,8 +100,8 @@ def test_batches_are_torchs(num_workers: int, options: dict[str, Any]) -> None:
     assert outcome[1] == outcome[3]
 
 
-def test_it_is_generic_as_torchs() -> None:
-    """``DataLoader[int]`` is a type, and a loader once called, as torch's."""
+def test_the_loader_is_generic_like_torchs() -> None:
+    """``DataLoader[int]`` is a type, and calling it makes a loader, as with torch's."""
     for kind in (TorchLoader, DataLoader):
         loader = kind[int](range(3))  # type: ignore[arg-type]
         assert type(loader) is kind
@@ -158,7 +158,7 @@ def test_parts_of_a_dataset_are_drawn_alike(last: Any) -> None:
         assert _equal(other, epochs[0])
 
 
-def test_repeated_samples_are_drawn_anew() -> None:
+def test_repeated_samples_get_new_draws() -> None:
     """A sampler with replacement gets other draws for each repetition, the same with any number of workers."""
     epochs = []
     for num_workers in (0, 2):
@@ -193,7 +193,7 @@ def test_a_set_epoch_is_served_until_it_is_set_again(images: CachedDataset) -> N
 
 
 def test_a_subset_is_served_whole(images: CachedDataset) -> None:
-    """Subset, nested, and random_split keep the fast road and give what torch's loader gives."""
+    """Subset, nested Subset and random_split keep the fast path, with the batches of torch's loader."""
     subset = Subset(Subset(images, [4, 9, 2, 17]), [3, 0, 1])
     loader = DataLoader(subset, batch_size=2, num_workers=1)
     assert _labels(loader) == [[17, 4], [9]]
@@ -282,7 +282,7 @@ def test_joined_datasets_are_served_whole(name: str, num_workers: int) -> None:
 
 
 def test_joined_datasets_draw_alike_in_every_engine() -> None:
-    """With one manual_seed threads and processes give the same epoch, to a collate_fn of the user's too."""
+    """With one manual_seed threads and processes give the same epoch, also to a collate_fn of the user."""
     epochs = []
     for options in (
         {},
@@ -379,7 +379,7 @@ def test_a_resume_over_joined_datasets_keeps_the_draws() -> None:
 
 
 def test_joined_datasets_of_others_are_torchs(images: CachedDataset) -> None:
-    """A ConcatDataset of others too, or of a dataset that is shorter than its samples, is read as torch reads it."""
+    """A ConcatDataset that contains other datasets, or one shorter than its samples, is read as torch reads it."""
 
     class Short(CachedDataset):
         def __len__(self) -> int:
@@ -498,8 +498,8 @@ def test_no_thread_outlives_an_epoch(images: CachedDataset, how: str) -> None:
 @pytest.mark.skipif(
     not hasattr(threading, "_shutdown_locks_lock"), reason="Python 3.13 has no such lock"
 )
-def test_the_collector_waits_for_no_thread_within_threading(images: CachedDataset) -> None:
-    """An iterator that is dropped where its thread holds the lock that a join takes ends its threads all the same."""
+def test_garbage_collection_within_threading_does_not_deadlock(images: CachedDataset) -> None:
+    """An iterator that is dropped while a lock of ``threading`` is held still ends its threads."""
     loader = DataLoader(images, 2, num_workers=2)
     iterator = iter(loader)
     next(iterator)
@@ -575,7 +575,7 @@ def test_a_slow_batch_times_out(timeout_s: Any) -> None:
     release.set()
 
 
-def test_other_datasets_take_torchs_road() -> None:
+def test_other_datasets_are_read_as_by_torch() -> None:
     """Datasets, iterable ones and batch_size=None that fastdata cannot speed up behave as in torch, and are said."""
     tensors = TensorDataset(torch.arange(7), torch.arange(7) * 2)
     for dataset, options, reason in (
@@ -594,7 +594,7 @@ def test_other_datasets_take_torchs_road() -> None:
         assert reason in loader.report().path
 
 
-def test_the_road_is_told_with_its_reason(images: CachedDataset) -> None:
+def test_the_report_names_engine_and_reason(images: CachedDataset) -> None:
     """report().path names engine and reason for every way a loader can be made."""
     slow = v1.Compose([v1.Lambda(lambda image: +image), v1.ConvertImageDtype(torch.float32)])
     with _images(slow) as per_sample, _images() as renamed, _images() as noisy:
@@ -637,8 +637,8 @@ def test_the_road_is_told_with_its_reason(images: CachedDataset) -> None:
             assert path in DataLoader(dataset, **options).report().path
 
 
-def test_a_lost_fast_path_is_said_once() -> None:
-    """The warning names the step and the way back, at the line that began the epoch."""
+def test_a_lost_fast_path_warns_once() -> None:
+    """The warning names the step and the cure, and shows the line that began the epoch."""
     steps = [v1.RandomCrop(4), v1.Lambda(lambda image: +image), v1.ConvertImageDtype(torch.float32)]
     with _images(v1.Compose(steps)) as dataset:
         text = r"whole batches: Lambda\(.*test_loader.py, line \d+\)\) is not a known batch op, so it runs in "
@@ -681,8 +681,8 @@ LAST = [v1.RandomCrop(4), v1.ConvertImageDtype(torch.float32)]
         ),
     ],
 )
-def test_a_lost_fast_path_comes_with_its_cure(transform: Any, cure: str) -> None:
-    """Served steps in views, else prepare= or the prefetcher's transform=."""
+def test_the_warning_of_a_lost_fast_path_gives_the_cure(transform: Any, cure: str) -> None:
+    """The cure is to use known steps in views, or else prepare= or the prefetcher's transform=."""
     with (
         _images(transform) as dataset,
         pytest.warns(FastDataWarning, match=rf"on each .*{cure}"),
@@ -697,7 +697,7 @@ class Own(CachedDataset):
         return super().__getitem__(index)
 
 
-def test_a_reader_of_ones_own_is_said_to_cost_the_fast_path() -> None:
+def test_an_overridden_method_that_costs_the_fast_path_warns() -> None:
     """A warning names the overridden method; there is none if the user chose to read samples one by one."""
     samples = level_samples(4, (3, 4, 4))
     with (
@@ -791,7 +791,7 @@ def test_the_collate_of_torch_works_too(images: CachedDataset) -> None:
 
 
 @pytest.mark.parametrize("collate_fn", [collate, default_collate])
-def test_ours_and_torchs_collate_are_not_watched_for_draws(
+def test_known_collate_functions_are_not_checked_for_draws(
     images: CachedDataset, monkeypatch: pytest.MonkeyPatch, collate_fn: Any
 ) -> None:
     """They draw nothing, and run without what makes a collate_fn four times slower."""
@@ -817,7 +817,7 @@ def test_ctrl_c_in_the_loop_leaves_at_once() -> None:
 
 
 def test_a_loader_serves_in_a_handler_of_atexit() -> None:
-    """When no thread can be started any more, and in one that was there before all of fastdata."""
+    """A loader works when no thread can be started any more, also in a handler older than fastdata."""
     script = """
         import atexit
         atexit.register(lambda: print(sum(int(labels.sum()) for _, labels in loader), loader.report().workers))
@@ -859,7 +859,7 @@ def test_auto_leaves_a_core_to_the_training_loop(
 def test_auto_is_a_number_once_the_loader_is_made(
     images: CachedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The environment is read when a loader is made, and the attribute is what any loader can be made from."""
+    """The environment is read when a loader is made, and ``num_workers`` is then a plain number."""
     monkeypatch.setattr(limits, "usable_cores", lambda: 12)
     assert DataLoader(images, num_workers="auto").num_workers == 11
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -869,7 +869,7 @@ def test_auto_is_a_number_once_the_loader_is_made(
 
 
 def test_other_words_for_num_workers_are_refused(images: CachedDataset) -> None:
-    """A misspelt "auto" says what was found."""
+    """The error for a misspelt "auto" shows the text that was found."""
     with pytest.raises(ValueError, match="num_workers='all' is neither a number nor 'auto'"):
         DataLoader(images, num_workers="all")  # type: ignore[arg-type]
 
@@ -884,7 +884,7 @@ def test_a_subsets_indices_may_change_between_epochs(images: CachedDataset) -> N
 
 
 def test_a_subset_of_another_dataset_has_any_indices() -> None:
-    """Keys that are no numbers are for the dataset to know."""
+    """Indices of a Subset may be any keys that its dataset accepts."""
 
     class Named(torch.utils.data.Dataset[int]):
         def __getitem__(self, index: Any) -> int:

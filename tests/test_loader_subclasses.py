@@ -102,7 +102,7 @@ def test_a_subclass_may_use_any_name(engine: dict[str, Any], trial: int) -> None
         assert outcome[0] == outcome[1]
 
 
-def test_a_number_of_workers_of_ones_own_leaves_worker_processes() -> None:
+def test_an_attribute_workers_of_a_subclass_changes_no_engine() -> None:
     """``self.workers = n`` of a subclass, before or after torch's ``__init__``, or a method, changes no engine."""
 
     class After(DataLoader[Any]):
@@ -155,8 +155,8 @@ class Proxy:
 
 
 @EVERY_ENGINE
-def test_a_proxy_of_a_dataset_makes_the_items(engine: dict[str, Any]) -> None:
-    """Whatever class it gives for its own, alone and in a Subset."""
+def test_a_proxy_of_a_dataset_makes_its_own_items(engine: dict[str, Any]) -> None:
+    """Its items are used whatever its ``__class__`` is, alone and in a Subset."""
     with CachedDataset([(torch.zeros(1, 2, 2), n) for n in range(5)]) as cached:
         proxy: Any = Proxy(cached)
         assert isinstance(proxy, CachedDataset)
@@ -195,7 +195,7 @@ def test_a_copy_of_a_loader_counts_its_own_epochs(engine: dict[str, Any]) -> Non
             assert each.state_dict()["epoch"] == 1
 
 
-def test_a_copy_shares_out_its_own_epochs() -> None:
+def test_a_copy_has_its_own_distributed_sampler() -> None:
     """The sampler that ``distributed=`` makes is copied with the loader; one of the user's is shared, as by torch."""
     loader = DataLoader(Numbers(), batch_size=4, shuffle=True, distributed="auto")
     for other in (copy.copy(loader), copy.deepcopy(loader)):
@@ -219,7 +219,7 @@ def test_a_loader_is_pickled_by_every_protocol(
 
 
 def test_a_loader_is_saved_by_torch() -> None:
-    """``torch.save`` takes one with workers that live, and they stay with the one that began them."""
+    """``torch.save`` saves a loader whose workers are alive, and they stay with the original."""
     loader = DataLoader(Numbers(), batch_size=4, num_workers=1, persistent_workers=True)
     whole = _plain(loader)
     file = io.BytesIO()

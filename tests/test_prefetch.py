@@ -167,7 +167,7 @@ def test_pinned_memory_of_the_user_is_copied_from_in_place(gpu: Sim) -> None:
 def test_the_next_copy_is_queued_before_the_last_one_is_done(
     gpu: Sim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the user is about to take a batch, the thread waits for that and not for copies; later it lets them go."""
+    """While a copy is not done, the thread queues the next one; host memory is released later."""
     loader = Loader(100)
     batches = iter(on_device(loader, depth=2))
     next(batches)
@@ -176,10 +176,10 @@ def test_the_next_copy_is_queued_before_the_last_one_is_done(
     assert gpu.streams[1].done < gpu.streams[1].queued
 
 
-def test_a_runtime_that_cannot_be_told_of_captures_is_logged(
+def test_a_runtime_without_the_capture_mode_function_is_logged(
     gpu: Sim, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where CUDA's function is not found, the log says what to do, and batches come all the same."""
+    """If CUDA's function is not found, the log gives the cure, and all batches still arrive."""
     monkeypatch.setattr(pinned, "ctypes", types.SimpleNamespace(CDLL=lambda name: None))
     with caplog.at_level("INFO", logger="fastdata"):
         assert len(list(on_device(Loader(3)))) == 3
@@ -191,7 +191,7 @@ def test_a_runtime_that_cannot_be_told_of_captures_is_logged(
 
 
 def test_next_inside_a_capture_is_refused(gpu: Sim) -> None:
-    """The error says what to do in place of it; the capture goes on, and so does the epoch after a new ``iter``."""
+    """The error gives the cure; the capture continues, and a new ``iter`` begins a complete epoch."""
     batches = on_device(Loader(3))
     epoch = iter(batches)
     gpu.begin_capture()
@@ -204,7 +204,7 @@ def test_next_inside_a_capture_is_refused(gpu: Sim) -> None:
 
 
 def test_a_capture_on_the_prefetchers_device_is_refused() -> None:
-    """Whatever the current device is; one on another device does not matter, and goes on."""
+    """It is refused whatever the current device is; a capture on another device continues."""
     with Sim(devices=2).installed() as sim:
         epoch = iter(CudaPrefetcher(Loader(3), "cuda:1"))
         with torch.cuda.device(1):
@@ -225,7 +225,7 @@ def test_a_capture_on_the_prefetchers_device_is_refused() -> None:
 
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_lost_device_ends_the_epoch_in_good_order(gpu: Sim, goes_on: bool) -> None:
-    """The loop gets the error, no exception leaves the thread, and memory is let go though no copy will be done."""
+    """The loop gets the error, no exception leaves the thread, and memory is freed although copies never end."""
     loader = Loader(100)
     batches = on_device(loader)
     epoch = iter(batches)
@@ -245,7 +245,7 @@ def test_a_lost_device_ends_the_epoch_in_good_order(gpu: Sim, goes_on: bool) -> 
 
 
 def test_an_empty_loader_gives_no_batch(gpu: Sim) -> None:
-    """No batch, no copy, no thread left."""
+    """An empty loader causes no copy and leaves no thread."""
     assert list(on_device([])) == []
     assert prefetch_threads() == []
 
@@ -262,7 +262,7 @@ def test_break_ends_the_thread_at_once(gpu: Sim) -> None:
 def test_a_thread_that_cannot_start_is_an_error_with_the_reason(
     gpu: Sim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says what the system said and what to do; the epoch is over, and the next one is whole."""
+    """The error has the system's text and the cure; the epoch is over, and the next one is complete."""
     batches = on_device(Loader(3))
 
     def refused(thread: threading.Thread) -> None:
@@ -285,7 +285,7 @@ def test_a_broken_epoch_does_not_disturb_the_next(gpu: Sim) -> None:
     assert [number for _, number in batches] == list(range(6))
 
 
-def test_a_batch_that_was_staged_in_vain_gives_its_buffer_back(gpu: Sim) -> None:
+def test_a_staged_batch_that_is_dropped_frees_its_buffer(gpu: Sim) -> None:
     """Epochs that are left while a batch waits in a pinned buffer do not use the buffers up."""
     loader = Loader(100)
     batches = on_device(loader, depth=2)
@@ -335,7 +335,7 @@ def test_a_finished_iterator_stays_finished(gpu: Sim) -> None:
 
 
 def test_close_ends_live_iterators(gpu: Sim) -> None:
-    """After ``with`` no thread runs; a later epoch begins anew."""
+    """After ``with`` no thread runs; a later epoch begins again with the first batch."""
     with on_device(Loader(9)) as batches:
         epoch = iter(batches)
         next(epoch)
@@ -345,7 +345,7 @@ def test_close_ends_live_iterators(gpu: Sim) -> None:
 
 
 def test_an_exception_comes_after_the_batches_before_it(gpu: Sim) -> None:
-    """The loader's own exception, with its traceback, in its place; the loop may go on behind it."""
+    """The loader's own exception is raised in place of its batch, and the loop may continue after it."""
     batches = iter(on_device(Loader(5, fail_at=2)))
     assert [next(batches)[1], next(batches)[1]] == [0, 1]
     with pytest.raises(LookupError, match="batch 2 is missing") as caught:
@@ -370,7 +370,7 @@ def test_nothing_is_read_behind_an_exception_until_the_loop_asks(gpu: Sim) -> No
 
 
 def test_a_failed_epoch_keeps_nothing_alive(gpu: Sim) -> None:
-    """Without the cycle collector, thread and batches go with the iterator and the exception."""
+    """Without the cycle collector, thread and batches are freed with the iterator and the exception."""
     loader = Loader(5, fail_at=2)
     gc.disable()
     try:
@@ -458,7 +458,7 @@ def test_nothing_is_read_before_the_first_batch_is_asked_for(gpu: Sim) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_cannot_go_on_with_an_iterator(gpu: Sim) -> None:
-    """There it raises and ends in good order, and the parent goes on."""
+    """In the child ``next`` raises and the process ends normally; the parent's epoch continues."""
     batches = iter(on_device(Loader(6)))
     next(batches)
     pid = os.fork()
@@ -475,7 +475,7 @@ def test_a_forked_process_cannot_go_on_with_an_iterator(gpu: Sim) -> None:
 
 
 def test_the_interpreter_ends_with_a_live_iterator() -> None:
-    """A script that ends in the middle of an epoch ends, without a word."""
+    """A script that stops in the middle of an epoch ends without any output."""
     code = """
 import atexit
 import contextlib
@@ -499,8 +499,8 @@ next(batches)
 # What is pinned
 
 
-def test_a_driver_that_refuses_is_asked_once(gpu: Sim) -> None:
-    """Where nothing can be pinned that is not tried again with each batch, and batches come all the same."""
+def test_a_driver_that_refuses_to_pin_is_tried_once(gpu: Sim) -> None:
+    """After the driver has refused to pin, no batch tries again, and all batches still arrive."""
     gpu.refuses_to_pin = True
     batches = on_device(Loader(3))
     words = r"pageable memory, which takes longer: not pinned: the driver refuses to \(CUDA error: out of memory"
@@ -510,7 +510,7 @@ def test_a_driver_that_refuses_is_asked_once(gpu: Sim) -> None:
     assert batches.report().pageable_bytes == 180
 
 
-def test_pageable_memory_is_said_once(gpu: Sim) -> None:
+def test_pageable_memory_warns_once(gpu: Sim) -> None:
     """One warning for all epochs, which names the user's line, and the report says why."""
     gpu.refuses_to_pin = True
     batches = on_device(Loader(3))
@@ -525,14 +525,14 @@ def test_pageable_memory_is_said_once(gpu: Sim) -> None:
 
 
 def test_larger_batches_replace_the_buffers(gpu: Sim) -> None:
-    """What is pinned grows with them, and no further."""
+    """Pinned memory grows to the size of the larger batches, and no further."""
     sizes = [10, 5000, 20, 9000, 9000, 30]
     moved = list(on_device([torch.full((size,), 1, dtype=torch.uint8) for size in sizes]))
     assert [tensor.sum().item() for tensor in moved] == sizes
 
 
 def test_the_report_reads_well(gpu: Sim) -> None:
-    """It says where batches went, what was pinned and why, and how copies were made."""
+    """The report shows the device, the pinned memory and why, and how batches were copied."""
     batches = on_device(Loader(4))
     list(batches)
     report = batches.report()

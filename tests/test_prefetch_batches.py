@@ -217,7 +217,7 @@ class PinnedDict(dict[str, Any]):
 @pytest.mark.parametrize("kind", [ImageList, PinnedList, PinnedDict])
 @pytest.mark.parametrize("nested", [False, True])
 def test_objects_go_by_their_own_methods(gpu: Sim, kind: Any, nested: bool) -> None:
-    """Also in containers; ``pin_memory`` is called where the class has it; nobody is warned."""
+    """Objects are moved by ``to``, also in containers, after ``pin_memory`` if they have it; no warning."""
     made = kind(torch.arange(4))
     arrived, report = moved({"a": [made]} if nested else made)
     arrived = arrived["a"][0] if nested else arrived
@@ -227,7 +227,7 @@ def test_objects_go_by_their_own_methods(gpu: Sim, kind: Any, nested: bool) -> N
     assert (report.staged_bytes, report.pageable_bytes) == ((32, 0) if is_pinned else (0, 32))
 
 
-def test_an_object_that_cannot_be_moved_is_said_once(gpu: Sim) -> None:
+def test_an_object_that_cannot_be_moved_warns_once(gpu: Sim) -> None:
     """One warning for all batches and epochs names the class and what to write; the object comes as it is."""
     kept = SimpleNamespace(tensor=torch.zeros(2))
     words = r"batches hold a SimpleNamespace, whose tensors stay on the CPU: .* method to\(device\)"
@@ -251,7 +251,7 @@ def test_what_holds_no_tensor_is_not_moved(gpu: Sim) -> None:
 
 
 def test_an_error_of_an_objects_own_to_is_raised_in_its_place(gpu: Sim) -> None:
-    """With its own type, and later batches still come."""
+    """The error keeps its type, and later batches still arrive."""
 
     class Broken(ImageList):
         def to(self, device: Any) -> ImageList:
@@ -283,7 +283,7 @@ def test_odd_tensors_go_by_their_own_to(gpu: Sim, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_tensor_on_another_device_passes_through(gpu: Sim) -> None:
-    """It is handed over as it is, not moved."""
+    """The user gets this very tensor; it is not moved."""
     elsewhere = torch.empty(2, 3, device="meta")
     (arrived,), _ = moved([elsewhere])
     assert arrived is elsewhere
@@ -311,7 +311,7 @@ def test_images_and_floats_are_cast_and_labels_are_not() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_device_batches_stay_what_they_are() -> None:
-    """The very objects of the loader come, and nothing is pinned."""
+    """The user gets the loader's own objects, and nothing is pinned."""
     batches = [torch.zeros(2), (torch.ones(2), "a")]
     prefetcher = CudaPrefetcher(batches)
     assert all(got is given for got, given in zip(prefetcher, batches, strict=True))
@@ -340,7 +340,7 @@ def test_a_transform_works_without_a_device() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_device_that_is_not_there_is_an_error() -> None:
-    """It says what torch sees and what to do."""
+    """The error says which devices torch sees, and gives the cure."""
     with pytest.raises(DeviceError, match=r"torch sees no CUDA device.*this is torch.*device=None"):
         CudaPrefetcher([], device="cuda")
 
@@ -351,8 +351,8 @@ def test_what_is_no_cuda_device_is_refused() -> None:
         CudaPrefetcher([], device="xpu")
 
 
-def test_ranks_that_share_a_device_by_mistake_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that has not chosen its device hears that its batches go to the first one; one that has does not."""
+def test_a_rank_that_has_not_chosen_its_device_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has not chosen its device gets a warning that it uses that of rank 0; one that has does not."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     with Sim(devices=2).installed():
         with pytest.warns(
@@ -370,7 +370,7 @@ def test_ranks_that_share_a_device_by_mistake_are_told(monkeypatch: pytest.Monke
 
 
 def test_a_device_number_too_high_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says how many there are."""
+    """The error gives the number of devices."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -197,7 +197,7 @@ def test_odd_tensors_and_device_tensors_arrive() -> None:
     assert empty.device.type == "cuda"
 
 
-def test_breaking_off_leaves_no_thread_and_no_memory(dataset: CachedDataset) -> None:
+def test_a_break_leaves_no_thread_and_no_memory(dataset: CachedDataset) -> None:
     """After a break the thread is gone, and device memory is that of before."""
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -231,7 +231,7 @@ def test_a_missing_device_is_an_error() -> None:
 
 
 def test_next_inside_a_capture_is_refused() -> None:
-    """In words, and the capture is left as it was."""
+    """``next`` raises an error, and the capture is not ended."""
     moving = torch.ones(8, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with CudaPrefetcher([torch.ones(2)] * 3) as batches:
@@ -366,7 +366,7 @@ def test_a_loop_that_runs_ahead_without_a_thread_holds_few_batches(dataset: Cach
 
 
 def test_a_transform_has_neither_gradients_nor_the_loops_autocast() -> None:
-    """What it enters itself holds."""
+    """Only modes that the transform enters itself apply to it."""
     weight = torch.ones(4, 4, device="cuda", requires_grad=True)
     seen: list[Any] = []
 
@@ -416,7 +416,7 @@ def run_alone(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise ValueError('left')"])
 def test_a_process_ends_with_batches_in_flight(ending: str) -> None:
-    """In good order, with its own exit status and without a word of the prefetcher."""
+    """The process ends with its own exit status, and the prefetcher prints nothing."""
     done = run_alone(
         f"""
 import sys, torch
@@ -529,7 +529,7 @@ def test_a_slow_kernel_sees_what_batch_ops_made(storage: Any) -> None:
 
 
 def test_a_store_on_the_gpu_is_copied_once_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In many chunks; its memory is there while the prefetcher is, and gone after ``close``."""
+    """It is copied in many chunks, stays while the prefetcher exists, and is freed by ``close``."""
     monkeypatch.setattr(resident, "CHUNK_BYTES", 10 * 3 * 64 * 48)
     store_bytes = 96 * 3 * 64 * 48
     with noisy("device", CROP) as dataset:

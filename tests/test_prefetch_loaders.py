@@ -88,7 +88,7 @@ def test_gathered_images_are_written_once(
 
 
 def test_the_ring_is_pinned_before_the_first_batch(dataset: CachedDataset, gpu: Sim) -> None:
-    """All of its slots are, so that no step is held up by a driver that pins; later epochs pin nothing."""
+    """All slots are pinned at once, so that pinning delays no later step; later epochs pin nothing."""
     batches = on_device(DataLoader(dataset, batch_size=4, num_workers=2))
     iterator = iter(batches)
     next(iterator)
@@ -124,17 +124,17 @@ def test_gathered_batches_that_are_held_are_never_overwritten(
 
 
 def test_plain_iteration_gets_no_pinned_memory(dataset: CachedDataset, gpu: Sim) -> None:
-    """What the prefetcher pins is not what the loader hands to others, who may copy without waiting."""
+    """Batches of the bare loader are never in the prefetcher's pinned memory."""
     loader = DataLoader(dataset, batch_size=4, num_workers=1)
     batches = on_device(loader)
     next(iter(batches))
     assert not any(images.is_pinned() for images, _ in loader)
 
 
-def test_a_batch_that_is_there_is_had_without_waiting_for_the_next(
+def test_a_finished_batch_does_not_wait_for_the_next(
     dataset: CachedDataset, gpu: Sim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop queues what threads have finished; it gets these batches while the threads are held up."""
+    """The loop queues finished batches, and gets them while the threads are blocked."""
     goes_on = threading.Event()
     read, made = BatchMaker.__call__, []
 
@@ -153,7 +153,7 @@ def test_a_batch_that_is_there_is_had_without_waiting_for_the_next(
     assert [labels.tolist() for _, labels in iterator] == in_batches(23, 4)[3:]
 
 
-def test_a_host_copy_is_a_threads_work(
+def test_large_host_copies_are_made_by_a_thread(
     dataset: CachedDataset, gpu: Sim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the ring is not pinned, the loop has a thread copy large batches; all are right."""
@@ -238,8 +238,8 @@ def test_a_ring_that_may_not_be_pinned_whole_is_copied(
 # The face
 
 
-def test_the_loaders_attributes_reach_through(dataset: CachedDataset) -> None:
-    """What training scripts read of a loader, and nothing that it has not."""
+def test_the_loaders_attributes_are_the_prefetchers(dataset: CachedDataset) -> None:
+    """A prefetcher has the attributes of its loader that training scripts read, and no others."""
     loader = DataLoader(dataset, batch_size=4, num_workers=1, drop_last=True)
     batches = CudaPrefetcher(loader, device="cpu")
     assert len(batches) == len(loader) == 5
@@ -262,7 +262,7 @@ def test_the_loaders_attributes_reach_through(dataset: CachedDataset) -> None:
 
 
 def test_set_epoch_is_the_loaders(dataset: CachedDataset) -> None:
-    """It reaches the loader, and a sampler is told as without a prefetcher."""
+    """``set_epoch`` sets the epoch of the loader and of its sampler, as without a prefetcher."""
     sampler: DistributedSampler = DistributedSampler(dataset, num_replicas=2, rank=0)
     loader = DataLoader(dataset, batch_size=4, sampler=sampler)
     batches = CudaPrefetcher(loader, device="cpu")
@@ -307,7 +307,7 @@ def test_the_state_counts_what_the_user_got(
         assert values(again) == whole[seen:]
 
 
-def test_an_epoch_that_was_left_for_a_new_one_counts_no_more(
+def test_batches_of_an_older_epoch_do_not_change_the_state(
     dataset: CachedDataset, gpu: Sim
 ) -> None:
     """Batches that an older iterator still gives do not move the state of the new epoch."""
@@ -355,7 +355,7 @@ class Counting:
 
 
 def test_the_state_of_another_loader_is_that_of_the_users_batch(gpu: Sim) -> None:
-    """It is taken with each batch and given with it."""
+    """The state is saved with each batch that is read, and is current when the user gets that batch."""
     batches = on_device(Counting(), depth=3)
     epoch = iter(batches)
     for number in (1, 2, 3):
@@ -391,7 +391,7 @@ def test_global_draws_of_an_epoch_are_those_of_the_bare_loader(
 # pin_memory="auto"
 
 
-def test_auto_pinning_without_a_device_is_off_in_silence(dataset: CachedDataset) -> None:
+def test_auto_pinning_without_a_device_is_off_without_a_warning(dataset: CachedDataset) -> None:
     """The attribute is False, the report says why, and torch does not warn."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

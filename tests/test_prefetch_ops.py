@@ -136,7 +136,7 @@ def mirrors(gpu: Sim) -> list[Any]:
 def test_batches_are_those_of_the_cpu(
     gpu: Sim, steps: Sequence[Any], num_workers: int, storage: Any
 ) -> None:
-    """Shuffled, over two epochs, with a last batch that is smaller."""
+    """Two shuffled epochs with a smaller last batch equal those of the CPU."""
     with cached(steps, storage=storage) as dataset:
         plain = loader_of(dataset, shuffle=True)
         with on_device(loader_of(dataset, shuffle=True, num_workers=num_workers)) as batches:
@@ -157,7 +157,7 @@ def test_batches_are_those_of_the_cpu(
 def test_what_a_device_does_not_do_is_done_before_the_transfer(
     gpu: Sim, steps: Sequence[Any], num_workers: int, storage: Any
 ) -> None:
-    """The uint8 served crosses the bus, and nothing else; a copy of the store is not made, which is said once."""
+    """Only uint8 batches are sent; the store is not copied, and one warning says so."""
     with cached(steps, storage=storage) as dataset:
         expected = list(loader_of(dataset))
         served_bytes = expected[0][0][0].numel()
@@ -278,7 +278,7 @@ def test_casts_and_layout_are_those_of_the_cpus_batches(gpu: Sim) -> None:
 
 
 def test_a_new_transform_counts_from_the_next_epoch(gpu: Sim) -> None:
-    """Its batches are those of the CPU then."""
+    """From the next epoch on, batches equal those of the CPU with the new transform."""
     with cached(CROP) as dataset:
         batches = on_device(loader_of(dataset))
         assert_same(taken(batches), list(loader_of(dataset)))
@@ -335,7 +335,7 @@ class PerSample:
 def test_the_report_says_why_ops_run_on_the_cpu(
     gpu: Sim, steps: Sequence[Any], options: dict[str, Any], reason: str
 ) -> None:
-    """Batches are the loader's own then."""
+    """The report gives the reason, and batches are the loader's own."""
     with cached(steps) as dataset:
         batches = on_device(loader_of(dataset, **options))
         if not isinstance(steps[-1], PerSample):
@@ -375,8 +375,8 @@ def test_a_loader_that_is_iterated_in_a_way_of_its_own_keeps_its_batches(
     )
 
 
-def test_samples_without_batch_ops_are_sent_as_ever(gpu: Sim) -> None:
-    """Nothing is to be done on the device."""
+def test_samples_without_batch_ops_are_sent_unchanged(gpu: Sim) -> None:
+    """Without batch ops nothing is computed on the device."""
     with cached(()) as dataset:
         batches = on_device(loader_of(dataset))
         assert_same(taken(batches), list(loader_of(dataset)))
@@ -437,7 +437,7 @@ def test_a_loop_that_changes_its_stream_has_whole_batches(gpu: Sim) -> None:
 
 
 def test_an_error_of_the_sampler_comes_behind_the_batches_before_it(gpu: Sim) -> None:
-    """Although these are cut together with what would have come."""
+    """Batches before the error arrive, although they are cut together with later ones."""
 
     class Failing(list[list[int]]):
         def __iter__(self) -> Iterator[list[int]]:
@@ -454,7 +454,7 @@ def test_an_error_of_the_sampler_comes_behind_the_batches_before_it(gpu: Sim) ->
 @pytest.mark.parametrize("steps", [[], [v2.RandomHorizontalFlip()]], ids=["alone", "flipped"])
 @pytest.mark.parametrize("storage", ["shared", "device"])
 def test_gray_images_are_sent_with_one_channel(gpu: Sim, steps: list[Any], storage: Any) -> None:
-    """Where normalisation makes three of it."""
+    """Normalisation with three means makes three channels on the device."""
     floats = v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
     samples = [(image[:1], label) for image, label in list(cached(()))]
     transform = v2.Compose([*steps, *floats])
@@ -464,7 +464,7 @@ def test_gray_images_are_sent_with_one_channel(gpu: Sim, steps: list[Any], stora
         assert batches.report().batch_ops.startswith("on cuda:0")
 
 
-def test_a_batch_that_cannot_be_had_leaves_the_others_in_their_places(gpu: Sim) -> None:
+def test_a_failing_batch_leaves_the_others_in_order(gpu: Sim) -> None:
     """Of several that are cut together; each target is asked for once, texts too."""
     asked = []
 
@@ -488,17 +488,17 @@ def test_a_batch_that_cannot_be_had_leaves_the_others_in_their_places(gpu: Sim) 
     assert asked == [1, 2, 3, 5, 6, 7]
 
 
-def test_the_end_of_an_epoch_is_no_want_of_memory(
+def test_the_end_of_an_epoch_is_not_taken_for_too_little_memory(
     gpu: Sim, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is said of it."""
+    """The log does not report batches that are cut one by one."""
     caplog.set_level("INFO", "fastdata")
     with cached([*CROP, *FLOATS], storage="device") as dataset:
         assert len(list(on_device(loader_of(dataset)))) > 1
     assert "one by one" not in caplog.text
 
 
-def test_where_there_is_no_room_for_several_batches_each_is_cut_alone(
+def test_batches_are_cut_one_by_one_if_memory_is_short(
     gpu: Sim, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log says so; one that has no room is an error in its place, as the state has it, and none is passed over."""
@@ -542,7 +542,7 @@ def test_images_with_masks_are_cut_before_the_transfer(gpu: Sim, storage: Any) -
     assert ["image and mask" in str(it.message) for it in caught] == [True] * (storage == "device")
 
 
-def test_floats_that_are_erased_are_no_work_for_a_device(gpu: Sim) -> None:
+def test_erasing_of_floats_runs_on_the_cpu(gpu: Sim) -> None:
     """Asked for there they are an error; floats that are stored are not taken for such."""
     why = "not possible here: erasing or noise comes after"
     with cached([*FLOATS, v1.RandomErasing()]) as dataset, pytest.raises(ValueError, match=why):
@@ -569,8 +569,10 @@ def test_ops_that_must_be_on_the_device_and_cannot_are_an_error(
         CudaPrefetcher([], device="cpu", batch_ops="gpu")  # type: ignore[arg-type]
 
 
-def test_a_closed_dataset_is_an_error_on_the_device_road(dataset: CachedDataset, gpu: Sim) -> None:
-    """The loop hears of it, as without a prefetcher."""
+def test_a_closed_dataset_is_an_error_with_ops_on_the_device(
+    dataset: CachedDataset, gpu: Sim
+) -> None:
+    """The loop gets the error, as without a prefetcher."""
     batches = iter(on_device(loader_of(dataset)))
     dataset.close()
     with pytest.raises(RuntimeError, match="the dataset was closed"):
@@ -647,7 +649,7 @@ def test_a_store_that_leaves_no_room_for_the_model_is_an_error(gpu: Sim) -> None
         assert len(list(on_device(loader_of(dataset)))) == 6
 
 
-def test_a_device_store_that_is_not_used_is_said_once(gpu: Sim) -> None:
+def test_a_device_store_that_is_not_used_warns_once(gpu: Sim) -> None:
     """With worker processes batches come from the host's copy, right and with one warning; batch_ops='cpu' has none."""
     with mirrored() as dataset:
         batches = on_device(loader_of(dataset, workers="process", num_workers=1))
@@ -670,7 +672,7 @@ def test_a_device_store_serves_without_a_device(dataset: CachedDataset) -> None:
 
 
 def test_a_store_on_the_device_without_batch_ops_is_gathered_there(gpu: Sim) -> None:
-    """Samples as they are stored."""
+    """Batches are the stored samples."""
     with cached((), storage="device") as dataset, on_device(loader_of(dataset)) as batches:
         assert_same(taken(batches), list(loader_of(dataset)))
         assert sum(gpu.sent) == LENGTH * (STORED_BYTES + 8 + 8)
@@ -690,7 +692,7 @@ def test_samples_left_out_are_left_out_on_the_device(gpu: Sim, image_folder: Fol
 
 
 def test_a_device_store_of_files_is_filled_at_construction(image_folder: FolderMaker) -> None:
-    """Where fill='auto' would wait for the first epoch."""
+    """With fill='auto' it does not wait for the first epoch."""
     steps = v1.Compose([v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
     with ImageFolder(str(image_folder()), transform=steps, storage="device") as dataset:
         assert dataset.filled_share() == 1

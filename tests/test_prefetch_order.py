@@ -30,7 +30,7 @@ def prepared() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", scenarios.SCENARIOS)
 def test_every_schedule_gives_right_batches(name: str) -> None:
-    """Of so many, no one gives a batch other data, breaks a bound, makes the loop wait, or hangs."""
+    """No schedule gives a batch wrong data, breaks a bound, makes the loop wait, or hangs."""
     wrong = {seed: seen for seed in range(SCHEDULES) if (seen := scenarios.run(name, seed))}
     assert not wrong, (
         f"{len(wrong)} of {SCHEDULES} schedules, the first: {next(iter(wrong.items()))}"
@@ -45,6 +45,6 @@ def test_accesses_have_an_order_in_every_schedule(name: str) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each is tried in a process of its own")
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
-def test_what_keeps_batches_right_is_missed_where_it_is_deleted(mutant: mutants.Mutant) -> None:
-    """A line that waits, records, holds or bounds, and that nobody misses, is not needed or not tested."""
+def test_deleting_a_line_that_keeps_batches_right_fails_a_schedule(mutant: mutants.Mutant) -> None:
+    """Each mutant lacks a line that waits, records, holds or bounds, and some schedule fails without it."""
     assert mutants.is_caught(mutant)

@@ -264,7 +264,7 @@ def test_batches_of_an_unknown_sampler_are_counted() -> None:
     assert rest == list(Shuffle())[4:]
 
 
-def test_a_sampler_that_counts_its_epochs_is_asked_once() -> None:
+def test_a_sampler_that_counts_its_epochs_begins_once() -> None:
     """A resume between epochs begins a sampler of the user's own once, as an epoch does."""
 
     class Begun(Shuffle):
@@ -402,7 +402,7 @@ class Noting(Dataset[int]):
 
 @pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "threads"])
 def test_batches_that_were_seen_are_not_read_again(engine: dict[str, Any]) -> None:
-    """Resuming passes over indices, not over samples."""
+    """Resuming skips indices, and does not read their samples."""
     loader = DataLoader(Noting(), batch_size=1, sampler=[0, 1, 2, 3, 5, 6], **engine)
     iterator = iter(loader)
     next(iterator), next(iterator)
@@ -414,7 +414,7 @@ def test_batches_that_were_seen_are_not_read_again(engine: dict[str, Any]) -> No
 
 @EVERY_ENGINE
 def test_a_batch_that_failed_counts_as_seen(engine: dict[str, Any]) -> None:
-    """Resuming after an exception goes on behind it."""
+    """Resuming after an exception continues with the batch after it."""
     loader = DataLoader(Noting(), batch_size=2, **engine)
     iterator = iter(loader)
     next(iterator), next(iterator)
@@ -471,7 +471,7 @@ def test_a_state_of_another_loader_is_refused(other: dict[str, Any], message: st
     assert message in str(caught.value)
 
 
-def test_something_else_is_no_state() -> None:
+def test_a_dict_that_is_not_a_state_is_refused() -> None:
     """A dict of another library is refused; an empty one forgets what was loaded."""
     loader = DataLoader(range(4))  # type: ignore[arg-type]
     next(iter(loader))

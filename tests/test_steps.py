@@ -269,7 +269,7 @@ def test_an_alternating_flip_shows_both_sides_of_each_image_in_two_epochs(form: 
 
 
 @all_forms
-def test_an_alternating_flip_alone_is_a_random_one(form: str) -> None:
+def test_an_alternating_flip_without_an_epoch_is_random(form: str) -> None:
     """Without index and epoch, half of the images are mirrored."""
     [pixels] = images(1, (3, 4))
     torch.manual_seed(0)
@@ -482,7 +482,7 @@ def test_automatic_augmentation(policy: str, api: str, form: str) -> None:
 
 
 @both_apis
-def test_steps_are_nested_as_deep_as_one_likes(api: Any) -> None:
+def test_steps_can_be_nested_to_any_depth(api: Any) -> None:
     """Four of RandomApply, one in the other, draw independently, and so do two such nests."""
 
     def nest(step: Any) -> Any:
@@ -966,7 +966,7 @@ def test_timm_crop(timm_data: Any, interpolation: str) -> None:
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
 def test_timm_erasing(timm_data: Any, mode: str) -> None:
-    """Rectangles are distributed as timm's; they hold 0, one normal number for each channel, or one for each pixel."""
+    """Rectangles are distributed as timm's; their values are 0, or normal numbers per channel or per pixel."""
     erasing = timm_data.random_erasing.RandomErasing
     boxes = erased_boxes(erasing(1.0, min_area=0.05, mode=mode, device="cpu"))
     theirs = erasing(1.0, min_area=0.05, device="cpu")
@@ -1109,8 +1109,8 @@ class WiderBlur(MoCoBlur):
         return x  # noqa: RET504
 
 
-def test_what_is_not_quite_published_is_the_users() -> None:
-    """Another instruction, tensors, or a range that is none, are never passed over."""
+def test_variants_of_published_callables_run_as_written() -> None:
+    """Other code, tensors and invalid ranges are not taken for the published callables."""
     assert plan_transform(MoCoBlur((1, 1))).per_sample == ()
     assert plan_transform(v1.Compose([v1.ToTensor(), MoCoBlur((1, 1))])).per_sample
     for step in (WiderBlur((1, 1)), MoCoBlur((2, 1)), MoCoBlur(None)):
@@ -1150,7 +1150,7 @@ def test_what_is_not_served_is_named(step: Any) -> None:
     ],
     ids=shown,
 )
-def test_what_torchvision_refuses_is_refused_in_its_words(
+def test_errors_of_torchvision_are_raised_unchanged(
     api: Any, form: str, name: str, arguments: dict[str, Any]
 ) -> None:
     """And what it does for all that it has odd arguments is done."""
@@ -1170,8 +1170,8 @@ def test_what_torchvision_refuses_is_refused_in_its_words(
     assert found == wanted
 
 
-def test_subclasses_stay_the_users() -> None:
-    """A class derived from a known one is not taken for it."""
+def test_subclasses_of_known_steps_run_as_written() -> None:
+    """A subclass of a known step is not taken for that step."""
 
     class Mine(v1.RandomInvert):
         pass
