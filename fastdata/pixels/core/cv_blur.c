@@ -60,7 +60,7 @@ bool draw_motion(Drawing *d, const Step *step) {
 
 /* Pixels */
 
-/* OpenCV: blur; sums of odd numbers of levels have no halves, so that any exact rounding gives its pixels. */
+/* OpenCV: blur. Means of an odd number of levels are never halves, so any exact rounding gives its pixels. */
 static bool blur_mean(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     const int64_t height = in->height, width = in->width, size = op->cv_blur.size, radius = size / 2;
     const float share = 1.0f / (float)(size * size);
@@ -178,7 +178,7 @@ int run_gaussian(Sample *sample, Op *op) {
     return remake(sample, op, sample->image.height, sample->image.width, blur_separately);
 }
 
-/* albumentations: create_motion_kernel; points of a line that are rounded to pixels weigh the same. */
+/* albumentations: create_motion_kernel. The points of a line are rounded to pixels, which all have the same weight. */
 static bool blur_motion(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     const int64_t size = op->motion.size, center = size / 2;
     const double direction = op->motion.direction, radians = op->motion.angle * (3.14159265358979323846 / 180);

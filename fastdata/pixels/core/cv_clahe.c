@@ -26,7 +26,7 @@ typedef struct {
 static double linear_of(double x) { return x <= 0.04045 ? x / 12.92 : pow((x + 0.055) / 1.055, 2.4); }
 static double level_of(double x) { return x <= 0.0031308 ? x * 12.92 : pow(x, 1 / 2.4) * 1.055 - 0.055; }
 
-/* OpenCV's cubeRoot of softfloat.cpp drops the bits that a float has no room for. */
+/* OpenCV: cubeRoot of softfloat.cpp, which cuts off the bits that do not fit into a float. */
 static float cube_root_of(float x) {
     double root = cbrt((double)x);
     uint64_t bits;
@@ -53,7 +53,7 @@ static void fill_tables(LabTables *t) {
     }
 }
 
-/* The tables, which a scratch keeps; NULL: no memory. */
+/* Return the tables, which are stored in the scratch; NULL: no memory. */
 static const LabTables *tables_of(Scratch *scratch) {
     const bool is_new = !scratch->bytes[SLOT_TABLES];
     LabTables *tables = take(scratch, SLOT_TABLES, sizeof(LabTables));
@@ -82,7 +82,7 @@ bool to_lab(Image *image, Scratch *scratch) {
     return tables != NULL;
 }
 
-/* The cube of a root, or the line that stands for it near 0. */
+/* The cube of a root, or the linear function that replaces it near 0. */
 INLINE int32_t cube_of(int32_t root) {
     const int32_t bounded = root > 3390 ? root : 0; /* up to 30000, whose square fits */
     const int32_t line = root * 108 / 841 - UNIT * 16 / 116 * 108 / 841, cube = bounded * bounded / UNIT * bounded / UNIT;
@@ -137,7 +137,7 @@ static int32_t reflected(int32_t at, int32_t length) {
     return least(at < length ? at : period - at, length - 1);
 }
 
-/* A plane, and what is missing to whole tiles: a tile where nothing is, if the other side lacks something. */
+/* A plane, padded to whole tiles. If only one side needs padding, OpenCV pads the other by a whole tile. */
 static void extend(const Image *image, uint8_t *out, int32_t height, int32_t width) {
     for (int32_t y = 0; y < height; y++) {
         const uint8_t *row = image->data + (int64_t)reflected(y, image->height) * image->width;
@@ -147,7 +147,7 @@ static void extend(const Image *image, uint8_t *out, int32_t height, int32_t wid
     }
 }
 
-/* Between which tiles a row or column is, and how near to the second one. */
+/* The two tiles next to a row or column, and its weight for the second one. */
 typedef struct {
     int32_t first, second;
     float share;

@@ -1,13 +1,13 @@
 /* Colours as OpenCV converts them for albumentations 2.0.8: grey, saturation, HSV, YCrCb, on uint8 RGB.
  *
- * Sources: OpenCV's modules/imgproc/src/color_rgb.simd.hpp, color_hsv.simd.hpp and color_yuv.simd.hpp, whose arithmetic is of
- * integers but for the way back from HSV; albumentations/augmentations/pixel/functional.py.
+ * Sources: OpenCV's modules/imgproc/src/color_rgb.simd.hpp, color_hsv.simd.hpp and color_yuv.simd.hpp, which compute with
+ * integers, except from HSV to RGB; albumentations/augmentations/pixel/functional.py.
  */
 #include "core.h"
 
 #include <math.h>
 
-enum { BLOCK = 1024 }; /* pixels between two passes, in the first cache */
+enum { BLOCK = 1024 }; /* pixels in a pass, so that they stay in the first cache */
 
 INLINE uint8_t larger(uint8_t a, uint8_t b) { return a > b ? a : b; }
 INLINE uint8_t smaller(uint8_t a, uint8_t b) { return a < b ? a : b; }
@@ -32,7 +32,7 @@ void grey_row(const uint8_t *restrict red, const uint8_t *restrict green, const 
     for (int64_t i = 0; i < size; i++) out[i] = grey_of(red[i], green[i], blue[i]);
 }
 
-/* albumentations: to_gray_desaturation, to_gray_average, to_gray_max; of what is L*a*b* already, to_gray_from_lab. */
+/* albumentations: to_gray_desaturation, to_gray_average, to_gray_max; for an image in L*a*b*, to_gray_from_lab. */
 static void grey_by(int32_t method, const uint8_t *restrict red, const uint8_t *restrict green,
                     const uint8_t *restrict blue, int64_t size, uint8_t *restrict out) {
     if (method == GREY_WEIGHTED) grey_row(red, green, blue, size, out);
@@ -93,21 +93,21 @@ int run_cv_saturation(Sample *sample, Op *op) {
 
 /* HSV */
 
-/* What is added to hue (0 to 179, whole), saturation and value. */
+/* Amounts to add to hue (a whole number from 0 to 179), saturation and value. */
 typedef struct {
     float hue, saturation, value;
 } Shift;
 
-/* 1 less what a channel lacks of the saturation: nothing of it in two sextants, all in the opposite ones, and a growing or
- * falling share between them. These shares are OpenCV's to the last bit: of each only one difference is rounded. */
+/* 1 minus a share of the saturation. The share of a channel is 0 in two sextants of the hue, 1 in the two opposite ones, and
+ * rises or falls between them. Shares equal OpenCV's to the last bit, because only one difference is rounded in each. */
 INLINE float lacking(float saturation, float share, bool fuses) {
     share = smaller_of(larger_of(share, 0.0f), 1.0f);
     return fuses ? fused(-saturation, share, 1.0f) : 1.0f - saturation * share;
 }
 
 /* OpenCV: RGB2HSV_b; albumentations: shift_hsv; OpenCV: HSV2RGB_simd, and HSV2RGB_native, which rounds. OpenCV divides by
- * tables of whole numbers, which are the quotients here; all sums and products but those of the way back are exact in floats.
- * The tests compare all colours. */
+ * tables of whole numbers; here they are quotients. Except from HSV to RGB, all sums and products are exact in floats. The
+ * tests compare all colours. */
 INLINE void shift_pixels(uint8_t *restrict red, uint8_t *restrict green, uint8_t *restrict blue, int64_t size, Shift shift,
                          bool rounds, bool fuses) {
     for (int64_t i = 0; i < size; i++) {
@@ -134,7 +134,7 @@ INLINE void shift_pixels(uint8_t *restrict red, uint8_t *restrict green, uint8_t
     }
 }
 
-/* A row, or all rows together where each is of whole vectors. */
+/* One row, or all rows together if each consists of whole vectors. */
 static void shift_row(const Op *op, Shift shift, uint8_t *red, int64_t plane, int64_t size) {
     const int64_t vector = op->cv_hsv.vector > 0 ? op->cv_hsv.vector : 1, whole = size / vector * vector;
     uint8_t *green = red + plane, *blue = green + plane;
@@ -201,7 +201,7 @@ bool draw_cv_grey(Drawing *d, const Step *step) {
     const int32_t wanted = step->cv_grey.channels, method = step->cv_grey.method;
     if ((wanted != 1 && wanted != 3) || method < GREY_WEIGHTED || method > GREY_LIGHTNESS) return deny(d, step, REFUSED_TABLE);
     if (!d->is_probe && d->channels != 1 && d->channels != 3) return deny(d, step, REFUSED_OP);
-    if (d->channels != 1) d->channels = wanted; /* grey images stay as they are */
+    if (d->channels != 1) d->channels = wanted; /* grey images are not changed */
     Op *op = add(d, step, OP_CV_GREY);
     if (!op) return false;
     op->cv_grey.method = method, op->cv_grey.channels = d->channels;

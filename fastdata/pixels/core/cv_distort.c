@@ -1,7 +1,7 @@
 /* Distortions of albumentations 2.0.8: GridDistortion and OpticalDistortion (augmentations/geometric/distortion.py).
  *
- * The places of pixels are what albumentations computes, in the same order of operations: a float of a place that differs in
- * its last bit may round to another share of a pixel.
+ * Places of pixels are computed with the operations of albumentations, in the same order: if the last bit of a place differs,
+ * it may round to another fraction of a pixel.
  */
 #include "core.h"
 
@@ -41,7 +41,7 @@ static double sum_of(const double *values, int64_t count) {
     return sum;
 }
 
-/* Widths of the cells of one side, and of what is left behind them, as factors; number `first` is the first that is drawn.
+/* Widths of the cells of one side, and of the rest after them, as factors. `first` is the number of the first draw.
  * normalize_grid_distortion_steps: together they are as long as the side. */
 static void draw_widths(const Op *op, int64_t first, int64_t side, double widths[MOST_CELLS + 1]) {
     const int64_t cells = op->cv_grid.cells, step = side / cells;
@@ -57,7 +57,7 @@ static void draw_widths(const Op *op, int64_t first, int64_t side, double widths
     for (int64_t i = 0; i <= cells; i++) widths[i] *= scale;
 }
 
-/* generate_grid: np.linspace within each cell. Behind the last cell places are 0, as albumentations leaves them. */
+/* generate_grid: np.linspace within each cell. After the last cell places are 0, as in albumentations. */
 static void place_cells(const Op *op, int64_t first, int64_t side, float *places) {
     const int64_t cells = op->cv_grid.cells, step = side / cells;
     double widths[MOST_CELLS + 1], from = 0;
@@ -110,8 +110,8 @@ typedef struct {
     double height, width, amount;
 } Lens;
 
-/* get_camera_matrix_distortion_maps: OpenCV's initUndistortRectifyMap (undistort.simd.hpp) with k1 = k2. Its new camera looks
- * at the middle of the pixels, half a pixel from that of the old one. */
+/* get_camera_matrix_distortion_maps: OpenCV's initUndistortRectifyMap (undistort.simd.hpp) with k1 = k2. The centre of its new
+ * camera is half a pixel from that of the old one. */
 static void camera_places(const void *map, int64_t row, int64_t first, int64_t n, float *restrict x, float *restrict y) {
     const Lens *lens = map;
     const double w = lens->width, h = lens->height, k = (float)lens->amount, left = (w - 1) * 0.5, v = ((double)row - (h - 1) * 0.5) / h;
@@ -121,7 +121,7 @@ static void camera_places(const void *map, int64_t row, int64_t first, int64_t n
     }
 }
 
-/* get_fisheye_distortion_maps, with a cosine of an angle as the quotient of two sides. */
+/* get_fisheye_distortion_maps, with the cosine of an angle as the quotient of two lengths. */
 static void fisheye_places(const void *map, int64_t row, int64_t first, int64_t n, float *restrict x, float *restrict y) {
     const Lens *lens = map;
     const double middle_x = lens->width / 2, middle_y = lens->height / 2;

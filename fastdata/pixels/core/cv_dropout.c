@@ -1,4 +1,4 @@
-/* Holes of albumentations: CoarseDropout, and GridDropout, whose holes are one op, as there may be thousands. */
+/* Holes of albumentations: CoarseDropout and GridDropout. All holes of a grid are one op, because there may be thousands. */
 #include "core.h"
 
 /* Draws */
@@ -10,7 +10,7 @@ static bool deny_hole(Drawing *d, const Step *step) {
     return deny(d, step, REFUSED_HOLE);
 }
 
-/* One side of a hole and where it begins, by two draws. False: no hole of that range fits. */
+/* Draw the length of one side of a hole, and its begin. False: no hole of that range fits. */
 static bool draw_side(const Drawing *d, int64_t at, int64_t draw, const double range[2], bool in_px, int64_t length,
                       int32_t *first, int32_t *side) {
     int64_t drawn;
@@ -83,8 +83,8 @@ static double number_of(uint64_t key, int64_t number) {
     return (double)(int64_t)(scramble(key + (uint64_t)number * GAMMA) >> 11) * 0x1p-53;
 }
 
-/* The cells of a side, one after the other: `longer` of the `left` ones to come are one pixel longer than `least`, any
- * of them with the same probability. */
+/* The cells of a side, one after the other. `longer` of the `left` cells to come are one pixel longer than `least`; each of
+ * them may be one of these with the same probability. */
 typedef struct {
     uint64_t key;
     int64_t least, longer, left, first, length;
@@ -101,8 +101,8 @@ static void next_cell(Cells *cells) {
     cells->longer -= is_longer, cells->left--;
 }
 
-/* The hole in a cell along one side. Cells of no length, where there are more than pixels, have holes of -1, whose end may
- * be counted from the end of the side, as slices of NumPy are. */
+/* The hole in a cell along one side. If there are more cells than pixels, some cells have length 0 and holes of length -1. The
+ * end of such a hole may be negative, and counts from the end of the side, as in slices of NumPy. */
 static void place_hole(const Cells *cell, int64_t side, const Op *op, int64_t shift, double drawn, int32_t *first,
                        int32_t *length) {
     const double wanted = (double)cell->length * op->grid.ratio, most = (double)(cell->length - 1);

@@ -44,8 +44,8 @@ static float draw_row(const Op *op, const Field *field, int64_t row) {
     return most;
 }
 
-/* OpenCV: RowFilter and SymmColumnVec_32f of filter.simd.hpp, in vectors of 4 and of 8 floats, of which the last values of a
- * row are left. Borders repeat the last value. */
+/* OpenCV: RowFilter and SymmColumnVec_32f of filter.simd.hpp, in vectors of 4 and of 8 floats; the last values of a row are
+ * computed one by one. Borders repeat the last value. */
 static void blur_field(const Field *field, const float *half, int64_t radius, float most, float alpha) {
     const int64_t h = field->height, w = field->width, wide = field->wide;
     Tap taps[2 * MOST_RADIUS + 1];

@@ -1,8 +1,8 @@
 /* Weighted sums of pixels, rounded in the order in which OpenCV adds them.
  *
- * OpenCV works on rows of interleaved channels. Products and sums of whole vectors are rounded once (fused), those of the
- * few values behind the last vector of a row one after the other. Which values these are depends on the number of channels,
- * and here, where an image is planar, on the channel. Sums of levels are often halves, so the last bit decides a level.
+ * OpenCV works on rows of interleaved channels. In whole vectors, a product and its sum are rounded once (fused). For the few
+ * values after the last vector of a row they are rounded separately. Which values these are depends on the number of channels
+ * and, as images are planar here, on the channel. Sums are often halves, where the last bit decides how a level is rounded.
  */
 #include "core.h"
 
@@ -90,7 +90,7 @@ int64_t column_taps(const float *plane, int64_t wide, int64_t y, int64_t height,
     return radius + 1;
 }
 
-/* OpenCV: filter2D of smooth.dispatch.cpp and FilterVec_8u, for kernels that it does not take to the frequencies. */
+/* OpenCV: filter2D of smooth.dispatch.cpp and FilterVec_8u, for kernels that it does not apply by a Fourier transform. */
 bool filter_image(const Image *in, const Image *out, const float *kernel, int64_t radius, Scratch *scratch) {
     const int64_t height = in->height, width = in->width, size = 2 * radius + 1;
     const int64_t wide = whole_lanes(width) + whole_lanes(2 * radius);

@@ -1,4 +1,4 @@
-/* albumentations: ImageCompression as JPEG. What an image loses is computed; no bytes are coded, as that loses nothing.
+/* albumentations: ImageCompression as JPEG. Only the lossy parts are computed; no bytes are coded, as coding is lossless.
  *
  * The integers are those of libjpeg-turbo with its settings in OpenCV: colours of JFIF, chroma of half the size, the
  * quantisation tables of the standard, and "slow" transforms.

@@ -1,7 +1,7 @@
 /* Draws of albumentations' affine and perspective transforms (augmentations/geometric of version 2.0.8).
  *
- * Matrices are composed as NumPy composes them, whose products of matrices fuse, and inverted as OpenCV inverts them: a last
- * bit that differs may move a place to the next 1/32 of a pixel.
+ * Matrices are multiplied as by NumPy, with fused products, and inverted as by OpenCV: if the last bit differs, a place may
+ * move by 1/32 of a pixel.
  */
 #include "core.h"
 
@@ -218,7 +218,7 @@ static void invert(const double m[9], double out[9]) {
     memcpy(out, to, sizeof to);
 }
 
-/* expand_transform of functional.py: the frame becomes the box around the corners. */
+/* expand_transform of functional.py: the image becomes the box around the moved corners. */
 static bool expand_perspective(const float ends[8], double m[9], int64_t *height, int64_t *width) {
     float to[8], low[2] = {INFINITY, INFINITY}, high[2] = {0, 0};
     for (int k = 0; k < 4; k++) { /* cv2.perspectiveTransform */

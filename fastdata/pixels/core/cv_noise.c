@@ -18,7 +18,7 @@ static void draw_numbers(const Op *op, int64_t first, int64_t count, float numbe
     }
 }
 
-/* What is added loses its fraction first, what was multiplied afterwards. */
+/* Noise that is added is truncated before the sum; a product is truncated after it. */
 INLINE void apply_numbers(uint8_t *restrict values, const float *restrict numbers, int64_t count, bool multiplies) {
     for (int64_t i = 0; i < count; i++) {
         float number = numbers[i];
@@ -86,7 +86,7 @@ static double deviation_of_lightness(const Image *image) {
     return sqrt(variance > 0 ? variance : 0) / 510;
 }
 
-/* Numbers of a Poisson distribution, as what is reached of the sums of its probabilities. */
+/* Numbers of a Poisson distribution: how many of its cumulative probabilities each draw reaches. */
 static void draw_counts(uint64_t key, const uint64_t sums[COUNTS], int64_t first, int64_t count, float counts[CHUNK]) {
     for (int64_t i = 0; i < count; i++) {
         const uint64_t bits = scramble(key + (uint64_t)(first + i + 1) * GAMMA) >> 32;

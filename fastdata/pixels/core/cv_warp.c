@@ -1,9 +1,9 @@
-/* OpenCV's warpAffine, warpPerspective and remap on uint8: which place of the image each pixel shows, and the value there.
+/* OpenCV's warpAffine, warpPerspective and remap on uint8: the place in the image for each pixel, and the value there.
  *
  * OpenCV has two programs. The older one rounds places to 1/32 of a pixel (modules/imgproc/src/imgwarp.cpp); the newer one
  * computes in floats (warp_kernels.simd.hpp), as many pixels at a time as a vector of the processor holds (`lanes`), and the
- * pixels at the end of a row by another formula. The image is laid out as pixels of four bytes with EDGE more on each side,
- * which the border decides, so that the loops over a row check no border. Rows are worked off in runs.
+ * pixels at the end of a row by another formula. The image is copied to pixels of four bytes, with EDGE more on each side that
+ * are filled by the border mode, so that the loops over a row check no border. Rows are processed in runs of pixels.
  */
 #include "core.h"
 
@@ -91,7 +91,7 @@ static void place_fixed_perspective(const Work *work, const Image *out, int64_t 
 
 INLINE float product(float a, float b, float c, bool fuses) { return fuses ? fused(a, b, c) : a * b + c; }
 
-/* One line of a map at a column: in whole vectors the sum of what the row gives comes first, behind them last. */
+/* One row of a matrix at a column: in whole vectors the terms of the image row are added first, after them last. */
 INLINE float dot(const float *m, float x, float y, bool is_whole, bool fuses) {
     return is_whole ? product(x, m[0], y * m[1] + m[2], fuses) : product(x, m[0], y * m[1], fuses) + m[2];
 }
@@ -110,7 +110,7 @@ INLINE void place_floats(const Work *work, int64_t column, float y, int64_t begi
     }
 }
 
-/* Floats split into whole pixels and shares; what is no number is far outside. */
+/* Floats split into whole pixels and shares; NaN becomes a place far outside. */
 static void split(bool nearest, int64_t n, Run *restrict run) {
     const float most = 1e9f, magic = 0x1.8p23f; /* rounds to even */
     for (int64_t i = 0; i < n; i++) {
@@ -195,7 +195,7 @@ static void come_near(int32_t side, int32_t border, int64_t n, int32_t *restrict
     for (int64_t i = 0; i < n; i++) places[i] = (int32_t)(period ? (places[i] % period + period) % period : 0);
 }
 
-/* `fold` of the pixel `next` to a place that is no further outside than one side, without a division. */
+/* `fold` for a pixel at most one image length outside, without a division. */
 INLINE int32_t fold_near(int32_t place, int32_t next, int32_t side, int32_t border) {
     const int32_t p = place + next, kept = border == CV_REFLECT_101, far = 2 * (side - 1) + 1 - kept;
     const int32_t before = border == CV_WRAP ? p + side : kept - 1 - p, behind = border == CV_WRAP ? p - side : far - p;
