@@ -622,7 +622,7 @@ def test_the_report_counts_the_epoch() -> None:
         list(loader)
         report = loader.report()
     assert (report.batches, report.samples) == (3, 10)
-    assert report.path.startswith("1 worker process over a shared ring")
+    assert report.path.startswith("1 worker process, with batches in shared memory")
     assert issubclass(MemoryBudgetError, FastDataError)
 
 

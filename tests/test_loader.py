@@ -583,7 +583,7 @@ def test_other_datasets_are_read_as_by_torch() -> None:
         (
             tensors,
             {"batch_size": 3, "num_workers": 2},
-            "2 worker processes over a shared ring: TensorDataset is not",
+            "2 worker processes, with batches in shared memory, because TensorDataset is not",
         ),
         (tensors, {"batch_size": None}, "batch_size=None asks for single samples"),
         (Stream(), {"batch_size": 2}, "an IterableDataset is read in order"),
@@ -606,7 +606,7 @@ def test_the_report_names_engine_and_reason(images: CachedDataset) -> None:
             (
                 images,
                 {"num_workers": 1, "workers": "process"},
-                "1 worker process over a shared ring: workers='process'",
+                "1 worker process, with batches in shared memory, because workers='process'",
             ),
             (
                 images,
@@ -622,7 +622,7 @@ def test_the_report_names_engine_and_reason(images: CachedDataset) -> None:
             (
                 noisy,
                 {"num_workers": 1},
-                "1 worker process over a shared ring: target_transform= may draw random numbers",
+                "1 worker process, with batches in shared memory, because target_transform= may draw random numbers",
             ),
             (noisy, {"num_workers": 1, "workers": "thread"}, "whole batches, read by 1 thread"),
             (noisy, {}, "whole batches, read in the training loop: num_workers=0"),

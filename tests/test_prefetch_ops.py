@@ -324,7 +324,7 @@ class PerSample:
         (
             CROP,
             {"workers": "process", "num_workers": 1},
-            "batches come from 1 worker process over a shared ring: work",
+            "batches come from 1 worker process, with batches in shared memory, because work",
         ),
         (CROP, {"collate_fn": lambda samples: collate(samples)}, "collate_fn= is your own"),
         ([*CROP, PerSample()], {"workers": "thread"}, "the transform works per sample: "),

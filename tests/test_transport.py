@@ -783,7 +783,9 @@ def test_the_loader_keeps_the_users_collate_function() -> None:
     loader = DataLoader(Numbers(4), num_workers=1, collate_fn=default_collate)
     assert len(_epoch(loader)) == 4
     assert loader.collate_fn is default_collate
-    assert loader.report().path.startswith("1 worker process over a shared ring: ")
+    assert loader.report().path.startswith(
+        "1 worker process, with batches in shared memory, because "
+    )
 
 
 # Workers that die

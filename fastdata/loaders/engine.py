@@ -42,8 +42,8 @@ def choose_engine(loader: DataLoader[Any], parts: Parts, workers: str) -> Engine
     if obstacle is not None and (count or reader is None):
         path = "torch's engine in the training loop"
         if count:
-            path = f"{count} worker process{'es' * (count > 1)} over a shared ring"
-        return Engine("process", f"{path}: {obstacle}", count)
+            path = f"{count} worker process{'es' * (count > 1)}, with batches in shared memory"
+        return Engine("process", f"{path}, because {obstacle}", count)
     path = "whole batches"
     why = reader and _reading_obstacle(loader, reader)
     is_whole = reader is not None and why is None

@@ -197,7 +197,7 @@ def read_options(dataset: type, given: Mapping[str, Any]) -> Options:
         TypeError: an option is unknown. The message suggests one with a similar name.
     """
     for name in given.keys() - {*DatasetOptions.__annotations__, "engine", "shard_bytes"}:
-        close = get_close_matches(name, inspect.signature(dataset).parameters, n=1)
+        close = get_close_matches(name, inspect.signature(dataset).parameters, n=1, cutoff=0.7)
         advice = f"help({dataset.__name__}) lists all arguments."
         if close:
             advice = f"Did you mean {close[0]}=?"
