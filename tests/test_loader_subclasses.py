@@ -121,7 +121,7 @@ def test_an_attribute_workers_of_a_subclass_changes_no_engine() -> None:
 
     for kind in (After, Before, Method):
         loader = kind(Numbers(), num_workers=1)
-        assert "1 worker process over" in repr(loader)
+        assert "1 worker process, with batches in shared memory" in repr(loader)
         loader = kind(Numbers(), num_workers=1, workers="thread")
         assert "1 thread" in repr(loader)
         assert loader.workers == (2 if kind is Before else 1 if kind is After else loader.workers)
