@@ -251,6 +251,18 @@ def forget() -> None:
         made.cache_clear()
 
 
+def left_in_the_middle(sim: Sim, workers: int) -> None:
+    """Leave four epochs of a loader that gathers into pinned slots, and check their batches at the end."""
+    loader, right = loader_of("shared", "none", workers), expected_of("none")
+    with prefetcher(sim, loader) as batches:
+        kept = []
+        for _ in range(4):
+            loader.set_epoch(2)
+            kept.append(consume(sim, batches, at_most=rng(sim).randrange(1, 5)))
+    for made in kept:
+        check(made, right[: len(made)])
+
+
 def ours(
     sim: Sim,
     storage: str,
@@ -280,14 +292,7 @@ def gathered(sim: Sim) -> None:
 @scenario
 def gathered_anew(sim: Sim) -> None:
     """The slots of epochs that are left in the middle are filled again by the next."""
-    loader, right = loader_of("shared", "none", 0), expected_of("none")
-    with prefetcher(sim, loader) as batches:
-        kept = []
-        for _ in range(4):
-            loader.set_epoch(2)
-            kept.append(consume(sim, batches, at_most=rng(sim).randrange(1, 5)))
-    for made in kept:
-        check(made, right[: len(made)])
+    left_in_the_middle(sim, workers=0)
 
 
 @scenario
@@ -301,14 +306,7 @@ def gathered_by_threads(sim: Sim) -> None:
 @scenario
 def left_while_threads_gather(sim: Sim) -> None:
     """The slots of epochs that are left in the middle are filled again by the threads of the next."""
-    loader, right = loader_of("shared", "none", 2), expected_of("none")
-    with prefetcher(sim, loader) as batches:
-        kept = []
-        for _ in range(4):
-            loader.set_epoch(2)
-            kept.append(consume(sim, batches, at_most=rng(sim).randrange(1, 5)))
-    for made in kept:
-        check(made, right[: len(made)])
+    left_in_the_middle(sim, workers=2)
 
 
 @scenario
