@@ -178,4 +178,4 @@ READERS: dict[str, Reader] = {
 def moves_pixels(transform: Any) -> bool:
     """Return True for a known transform that moves pixels, each channel alike."""
     read = READERS.get(known_name(transform))
-    return read is not None and vars(geometry).get(read.__name__) is read
+    return read is not None and read.__module__ == geometry.__name__

@@ -131,10 +131,11 @@ def leading_transforms(transform: Any, prepared: int | None = None) -> tuple[Tra
 
 
 def find_late_rgb(transform: Any) -> Transform | None:
-    """Return the step that makes images RGB behind a random crop or the like, if there is one.
+    """Return the step that makes images RGB after a random crop or the like, if there is one.
 
-    It gives the same pixels before such steps, where it runs once per sample. Images of one batch
-    then have equally many channels, and any mode can be stored.
+    Run before these steps, it runs once per sample, all images of a batch have the same number of
+    channels, and any mode can be stored. Pixels of grey and RGB images stay equal. Those of other
+    modes may change where a step interpolates (Pillow takes the nearest pixel of a palette).
     """
     transforms = flatten_transform(transform)
     moving = list(takewhile(moves_pixels, transforms))
