@@ -81,7 +81,7 @@ def test_a_loader_shows_a_batch_and_is_left_alone() -> None:
 
 
 def test_what_has_no_image_cannot_be_shown() -> None:
-    with pytest.raises(ValueError, match="there is no image to show"):
+    with pytest.raises(ValueError, match="no image can be shown"):
         DataLoader([1, 2, 3], batch_size=2).show()
 
 

@@ -45,7 +45,7 @@ def show_batch(batch: Any, datasets: Sequence[Any], count: int) -> Any:
     leaves = leaves_of(batch)
     lengths = [len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
     if not lengths:
-        raise ValueError("there is no image to show: the batch has no tensors")
+        raise ValueError("the batch has no tensors, so no image can be shown")
     shown = min(count, *lengths)
     items = [_item_of(batch, number) for number in range(shown)]
     return show_items(items, datasets[0])
@@ -88,7 +88,7 @@ def show_items(items: Sequence[Any], dataset: Any) -> Any:
     cells = [_cell(item, undo, classes) for item in items]
     images = max((len(cell.pictures) for cell in cells), default=0)
     if not images:
-        raise ValueError("there is no image to show: give a dataset or loader of images")
+        raise ValueError("no image can be shown. Give a dataset or loader of images")
     cells_per_row = max(1, _IMAGES_PER_ROW // images)
     return _draw_grid(cells, images, min(cells_per_row, len(cells)))
 

@@ -120,6 +120,10 @@ class Form(NamedTuple):
     channels_last: bool = False
 
 
+AS_MADE = Form()
+"""The form in which a dataset makes its tensors."""
+
+
 class DeviceWork(NamedTuple):
     """The part of an epoch's batch ops that runs on the device; by default nothing.
 
@@ -212,7 +216,7 @@ class DeviceOps:
         """Send uint8, and convert it to floats on the device."""
         mixing = self._mixing(reader)
         # Batches are mixed in the dataset's float dtype, as on the CPU, and cast afterwards.
-        converts = _conversions(reader, self._form if mixing is None else Form())
+        converts = _conversions(reader, self._form if mixing is None else AS_MADE)
         if not any(converts):
             return DeviceWork()
         handle = self._parts.datasets[0]._fastdata.handle
@@ -322,7 +326,7 @@ class ToFloats:
             be rounded to float16 first, so the final dtype is left to a later cast.
     """
 
-    def __init__(self, cast: Step, form: Form = Form()) -> None:  # noqa: B008  # it is immutable
+    def __init__(self, cast: Step, form: Form = AS_MADE) -> None:
         scaling = cast.fields["scaling"]
         is_unscaled = scaling in ("SCALE_NONE", "SCALE_AFTER")
         unit = 1.0 if is_unscaled else 255.0

@@ -22,6 +22,7 @@ from fastdata.datasets.buffers import BatchRing
 from fastdata.datasets.trees import map_batch
 from fastdata.loaders.copy_thread import ThreadTransfer
 from fastdata.loaders.device import (
+    AS_MADE,
     DeviceLike,
     DeviceOps,
     Form,
@@ -328,7 +329,7 @@ class Finish:
     def __call__(self, batch: Any) -> Any:
         if self.ops is not None:
             batch = self.ops(batch)
-        if self.form != Form():
+        if self.form != AS_MADE:
             batch = map_batch(self.cast, batch)
         if self.transform is None:
             return batch

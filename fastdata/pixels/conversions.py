@@ -23,7 +23,7 @@ def read_to_image(transform: Any, state: State) -> State:
 
 def read_to_pil(transform: Any, state: State) -> State:
     if state.kind not in ("pil", "tensor", "image") or state.floats:
-        raise UnknownStepError("gets floats, or something that is no image")
+        raise UnknownStepError("needs an image or a tensor that is not of floats")
     if (state.channels, transform.mode) not in ((1, None), (1, "L"), (3, None), (3, "RGB")):
         raise UnknownStepError("makes images of a mode that is not supported")
     return replace(state, kind="pil")

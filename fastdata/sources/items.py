@@ -177,9 +177,9 @@ def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
 
 
 def _sample_place(item: Sequence[Any]) -> int:
-    """Return the place of the sample in a tuple: the first, or that of the only image behind it.
+    """Return the place of the sample in a tuple: 0, or that of the only image, as in (label, image).
 
-    Some datasets give (label, image).
+    A tuple that begins with a tensor, an array or a nested tuple keeps its first value as sample.
     """
     images = [place for place, value in enumerate(item) if is_image(value)]
     if len(images) != 1 or isinstance(item[0], torch.Tensor | np.ndarray | tuple | list):

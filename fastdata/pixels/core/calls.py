@@ -302,8 +302,8 @@ class Blending:
         """Write all rows.
 
         Raises:
-            MemoryError: there is no memory for an image.
-            ValueError: there is no memory for a row.
+            MemoryError: memory for the intermediate images cannot be allocated.
+            ValueError: ``output`` has no row for a sample.
             CoreError: a box is not in the image.
         """
         refusal = load().refusal()
