@@ -211,25 +211,32 @@ def codec_table() -> str:
     return table(header, rows, "codecs.json")
 
 
-def rank_table() -> str:
-    """Memory of all processes by ranks."""
-    sections = {
-        name.rpartition(", ")[2].split()[0]: found
+RANK_FORMS = {
+    "bare processes": "processes without data",
+    "fastdata": "fastdata",
+    "fastdata, share='off'": "fastdata, a copy for each rank",
+    "a list of arrays, forked workers": "plain list of arrays, forked workers",
+    "a list of arrays, forkserver": "plain list of arrays, forkserver workers",
+}
+"""Rows of ``ranks.json``, with their names in the table and in the chart."""
+
+
+def rank_sections() -> dict[str, dict[str, float]]:
+    """Memory of all processes in MB, by the number of ranks."""
+    return {
+        name.rpartition(", ")[2].split()[0]: {RANK_FORMS[form]: mb for form, mb in found.items()}
         for name, found in medians("ranks.json").items()
         if name.startswith("PSS of the tree")
     }
-    shown = {
-        "bare processes": "torch alone, no data",
-        "fastdata": "fastdata",
-        "fastdata, share='off'": "a copy for each rank",
-        "a list of arrays, forked workers": "a list of arrays, forked workers",
-        "a list of arrays, forkserver": "a list of arrays, forkserver workers",
-    }
+
+
+def rank_table() -> str:
+    shown = RANK_FORMS.values()
     rows = [
         [ranks, *(rate(found[name]) if name in found else "out of memory" for name in shown)]
-        for ranks, found in sections.items()
+        for ranks, found in rank_sections().items()
     ]
-    return table(["ranks, MB", *shown.values()], rows, "ranks.json")
+    return table(["ranks (other columns: MB)", *shown], rows, "ranks.json")
 
 
 def chunked_table() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from _tables import FORMS, MEMORY, TABLES, VANILLA, medians, peer_figures
+from _tables import FORMS, MEMORY, TABLES, VANILLA, medians, peer_figures, rank_sections
 
 ROOT = Path(__file__).parents[1]
 CHARTS = ROOT / "docs" / "charts"
@@ -118,17 +118,11 @@ def larger_than_ram() -> str:
 
 
 def ranks() -> str:
-    sections = [
-        (name, rows)
-        for name, rows in medians("ranks.json").items()
-        if name.startswith("PSS of the tree")
-    ]
-    what = sections[0][0].rpartition(", ")[0]
     groups = [
-        (f"{name.rpartition(', ')[2]}, ranks x workers", list(rows.items()))
-        for name, rows in sections
+        (f"{number} rank{'s' * (number != '1')}, 2 workers each", list(found.items()))
+        for number, found in rank_sections().items()
     ]
-    return bars(what, "MB", groups)
+    return bars("Memory of all processes, for 1 GB of samples", "MB", groups)
 
 
 CHARTS_BY_NAME = {
