@@ -1,7 +1,7 @@
 """Code that the benchmarks share: images, interleaved rounds, the table, the JSON.
 
 Real images are used where ``--images FOLDER`` or an environment variable (FASTDATA_IMAGENET, FASTDATA_CIFAR) names
-class folders of them; otherwise photo-like ones are drawn.
+class folders of them; otherwise they are synthetic (made by a formula).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def class_folders(
         root = Path(folder)
         if source is None:
             write_photos(root, count=count or 400, size=size)
-            yield root, f"{count or 400} drawn images"
+            yield root, f"{count or 400} synthetic images"
         else:
             found = sorted(
                 path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES
@@ -222,10 +222,14 @@ def parser(description: str) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     options.add_argument(
-        "--images", type=Path, help="class folders of images; also FASTDATA_IMAGENET"
+        "--images",
+        type=Path,
+        help="folder of class folders of images; default: $FASTDATA_IMAGENET, else synthetic images",
     )
-    options.add_argument("--rounds", type=int, default=5, help="measured rounds")
-    options.add_argument("--json", type=Path, help="keep every figure, with versions")
+    options.add_argument("--rounds", type=int, default=5, help="number of measured rounds")
+    options.add_argument(
+        "--json", type=Path, help="file to write every figure to, with versions and machine"
+    )
     return options
 
 

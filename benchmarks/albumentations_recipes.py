@@ -204,7 +204,7 @@ def rows_of(section: str, rates: dict[str, tuple[float, ...]], target: str) -> l
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--count", type=int, default=400, help="image files")
+    options.add_argument("--count", type=int, default=400, help="number of image files")
     options.add_argument(
         "--recipe", action="append", help="only recipes with this word in their name"
     )

@@ -95,7 +95,7 @@ class Counted:
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--count", type=int, default=20_000, help="samples")
+    options.add_argument("--count", type=int, default=20_000, help="number of samples")
     arguments = options.parse_args()
     rows = []
     with TemporaryDirectory(prefix="fastdata-benchmark-") as folder:

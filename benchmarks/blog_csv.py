@@ -163,7 +163,7 @@ def measure(manifest: Path, rounds: int) -> list[Row]:
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--count", type=int, default=2000, help="files")
+    options.add_argument("--count", type=int, default=2000, help="number of image files")
     chosen = options.parse_args()
     with class_folders(chosen.images, count=chosen.count) as (root, what):
         rows = measure(write_manifest(root), chosen.rounds)

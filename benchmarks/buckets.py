@@ -3,7 +3,7 @@
 This is the recipe of diffusion trainings: each photograph is resized and cropped to the one of a few sizes that crops
 the least, and each batch has one size. Written by hand, that is a dataset that resizes and crops each image to its
 bucket, and a batch sampler for torch's DataLoader, with its best number of workers. Epochs after the first one are
-measured. Give ``--images`` a folder of photographs: drawn images all have one size.
+measured. Give ``--images`` a folder of photographs: synthetic images all have one size.
 """
 
 from __future__ import annotations
@@ -150,8 +150,10 @@ def crop_rows(root: Path, buckets: list[Bucket], crop: str, rounds: int) -> list
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--count", type=int, default=1000, help="files")
-    options.add_argument("--pixels", type=int, default=256 * 256, help="of each bucket, about")
+    options.add_argument("--count", type=int, default=1000, help="number of image files")
+    options.add_argument(
+        "--pixels", type=int, default=256 * 256, help="area of each bucket in pixels, about"
+    )
     arguments = options.parse_args()
     with class_folders(arguments.images, count=arguments.count) as (root, which):
         with ImageFolder(str(root)) as images:

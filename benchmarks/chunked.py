@@ -230,14 +230,17 @@ def compare(
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--gib", type=float, default=4.0, help="size of the raw images")
+    options.add_argument("--gib", type=float, default=4.0, help="size of the raw images, in GiB")
     options.add_argument(
-        "--limit-gib", type=float, default=1.0, help="memory_limit of the chunked loader"
+        "--limit-gib", type=float, default=1.0, help="memory_limit of the chunked loader, in GiB"
     )
     options.add_argument(
-        "--seconds", type=float, default=5.0, help="of each measurement, whole epochs"
+        "--seconds",
+        type=float,
+        default=5.0,
+        help="least length of each measurement; epochs are read to their end",
     )
-    options.add_argument("--codecs", nargs="*", default=[RAW, "zstd"], help="of the caches")
+    options.add_argument("--codecs", nargs="*", default=[RAW, "zstd"], help="codecs of the caches")
     chosen = options.parse_args()
     limit = int(chosen.limit_gib * GIB)
     with (

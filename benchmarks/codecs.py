@@ -263,7 +263,10 @@ def against(
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument(
-        "--count", type=int, default=200, help="drawings, masks and depth maps of each kind"
+        "--count",
+        type=int,
+        default=200,
+        help="number of drawings, masks and depth maps of each kind",
     )
     chosen = options.parse_args()
     with class_folders(chosen.images, count=None if chosen.images else chosen.count) as (

@@ -314,7 +314,10 @@ SECTIONS = {
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument(
-        "--count", type=int, default=4000, help="files the photographs are copied to"
+        "--count",
+        type=int,
+        default=4000,
+        help="number of files; photographs are copied as often as needed",
     )
     options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     chosen = options.parse_args()

@@ -169,13 +169,24 @@ def rows_of(
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--count", type=int, default=2000, help="files, copied as often as needed")
-    options.add_argument("--before", default="", help="a tree of fastdata to compare with")
     options.add_argument(
-        "--rows", nargs="+", default=["storage", "first", "codec"], help="words of rows' names"
+        "--count",
+        type=int,
+        default=2000,
+        help="number of files; images are copied as often as needed",
     )
-    options.add_argument("--cpu", action="store_true", help="count CPU time")
-    options.add_argument("--measure", help="one round of one row, in this process")
+    options.add_argument("--before", default="", help="source tree of fastdata to compare with")
+    options.add_argument(
+        "--rows",
+        nargs="+",
+        default=["storage", "first", "codec"],
+        help="measure only rows with one of these words in their name",
+    )
+    options.add_argument("--cpu", action="store_true", help="measure CPU time instead of time")
+    options.add_argument(
+        "--measure",
+        help="measure one round of one row in this process (the script calls itself with it)",
+    )
     args = options.parse_args()
     if args.measure:
         print(measure(args.measure, args.images, by_cpu=args.cpu))

@@ -138,8 +138,10 @@ def cpu_run(plan: Any, samples: Samples) -> Callable[[int], object]:
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--batch-size", type=int, default=256)
-    options.add_argument("--side", type=int, default=256, help="stored height and width")
-    options.add_argument("--crop", type=int, default=224, help="served height and width")
+    options.add_argument("--side", type=int, default=256, help="stored height and width in pixels")
+    options.add_argument(
+        "--crop", type=int, default=224, help="height and width of a crop in pixels"
+    )
     chosen = options.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch_size, batches = chosen.batch_size, BATCHES

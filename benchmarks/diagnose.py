@@ -1,6 +1,6 @@
 """Does ``fastdata.diagnose`` find the limit of a loop, and how much does it slow the loop down?
 
-Six loops over drawn photographs are slow for different reasons: decoding, a source with 4 MB/s, the model, a
+Six loops over synthetic photographs are slow for different reasons: decoding, a source with 4 MB/s, the model, a
 collate_fn, the copy to a device (a simulated one in CPU memory, tests/simcuda.py, whose copies take 40 ms), and too
 few workers. For the cost, a bare loop and the same loop run by ``diagnose`` take turns.
 """

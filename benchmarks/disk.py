@@ -178,18 +178,23 @@ def _many_links(root: Path, target: Path, count: int) -> Path:
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument(
-        "--small", type=Path, help="class folders of small images; also FASTDATA_CIFAR"
+        "--small",
+        type=Path,
+        help="folder of class folders of small images; default: $FASTDATA_CIFAR, else synthetic images",
     )
     options.add_argument(
-        "--count", type=int, default=2000, help="files the photographs are copied to"
+        "--count",
+        type=int,
+        default=2000,
+        help="number of files; photographs are copied as often as needed",
     )
     options.add_argument(
-        "--small-count", type=int, default=60_000, help="names the small images get"
+        "--small-count", type=int, default=60_000, help="number of links to the small images"
     )
-    options.add_argument("--read-mib", type=int, default=2048, help="raw samples to be read")
     options.add_argument(
-        "--work", type=Path, help="folder to work in; a temporary one is made there"
+        "--read-mib", type=int, default=2048, help="size of the raw samples to read, in MiB"
     )
+    options.add_argument("--work", type=Path, help="folder in which a temporary folder is made")
     options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     chosen = options.parse_args()
     rows: list[Row] = []

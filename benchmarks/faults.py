@@ -80,9 +80,11 @@ def run_epochs(what: str, server: ThrottledS3, expected: Images, connection: Any
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--faults", type=int, default=1000, help="to be injected, of all kinds")
     options.add_argument(
-        "--limit-s", type=float, default=240, help="in which an epoch ends, well or not"
+        "--faults", type=int, default=1000, help="number of faults to inject, of all kinds together"
+    )
+    options.add_argument(
+        "--limit-s", type=float, default=240, help="seconds after which an epoch counts as a hang"
     )
     chosen = options.parse_args()
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)

@@ -102,7 +102,7 @@ def measure(
 def main() -> None:
     """Measure both sections."""
     made = parser(str(__doc__).splitlines()[0])
-    made.add_argument("--workers", type=int, default=0, help="threads, or processes")
+    made.add_argument("--workers", type=int, default=0, help="number of workers")
     options = made.parse_args()
     crop = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
     floats = [*crop, transforms.ToTensor(), transforms.Normalize(*NORMS)]

@@ -355,16 +355,25 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=3 if gpus else 1)
-    options.add_argument("--count", type=int, default=50_000 if gpus else 128, help="files")
     options.add_argument(
-        "--batch-size", type=int, default=256 if gpus else 16, help="of all devices together"
+        "--count", type=int, default=50_000 if gpus else 128, help="number of image files"
     )
     options.add_argument(
-        "--epochs", type=int, default=2 if gpus else 1, help="measured epochs of a round"
+        "--batch-size",
+        type=int,
+        default=256 if gpus else 16,
+        help="batch size of all devices together",
     )
-    options.add_argument("--ranks", type=int, default=gpus or 2, help="of DistributedDataParallel")
     options.add_argument(
-        "--num-workers", type=int, help="of each process; default: auto, its cores"
+        "--epochs", type=int, default=2 if gpus else 1, help="measured epochs in a round"
+    )
+    options.add_argument(
+        "--ranks", type=int, default=gpus or 2, help="number of ranks of DistributedDataParallel"
+    )
+    options.add_argument(
+        "--num-workers",
+        type=int,
+        help="workers of each process; default: auto, the cores of the process",
     )
     options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))

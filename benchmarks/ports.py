@@ -193,11 +193,15 @@ def main() -> None:
     """Measure the ports that were named, or all."""
     made = parser(str(__doc__).splitlines()[0])
     known = sorted(path.stem for path in PORTS.glob("*.py"))
-    made.add_argument("names", nargs="*", help=f"of {', '.join(known)}")
-    made.add_argument("--workers", type=int, default=2, help="of both loaders")
-    made.add_argument("--seconds", type=float, default=2.0, help="of a round, at least")
-    made.add_argument("--count", type=int, default=500, help="photographs")
-    made.add_argument("--cifar-count", type=int, default=10_000, help="images of each CIFAR")
+    made.add_argument("names", nargs="*", help=f"ports to run, of {', '.join(known)}; default: all")
+    made.add_argument("--workers", type=int, default=2, help="workers of both loaders")
+    made.add_argument(
+        "--seconds", type=float, default=2.0, help="least length of a round in seconds"
+    )
+    made.add_argument("--count", type=int, default=500, help="number of photographs")
+    made.add_argument(
+        "--cifar-count", type=int, default=10_000, help="number of images of each CIFAR"
+    )
     options = made.parse_args()
     ports: list[Port] = []
     rows: list[Row] = []

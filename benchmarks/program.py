@@ -186,11 +186,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--beside", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--json", type=Path, help="file to write every figure to")
     parser.add_argument(
-        "--once", action="store_true", help="print the rates of this process as JSON"
+        "--once",
+        action="store_true",
+        help="print the rates of this process as JSON (the script calls itself with it)",
     )
-    parser.add_argument("names", nargs="*", help="parts of the recipes' names; all of them without")
+    parser.add_argument(
+        "names", nargs="*", help="measure only recipes with one of these words in their name"
+    )
     arguments = parser.parse_args()
     if arguments.once:
         print(json.dumps(rates(arguments.names)))

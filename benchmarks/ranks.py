@@ -103,9 +103,9 @@ def main() -> None:
         "--gigabytes",
         type=float,
         default=1.0,
-        help="raw samples whose memory is measured, 10^9 bytes",
+        help="size of the raw samples whose memory is measured, in 10^9 bytes",
     )
-    options.add_argument("--count", type=int, default=2000, help="photographs that are prepared")
+    options.add_argument("--count", type=int, default=2000, help="number of photographs to prepare")
     options.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     options.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     chosen = options.parse_args()

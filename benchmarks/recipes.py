@@ -527,7 +527,12 @@ def dali(originals: Any, work: Path) -> dict[str, Any]:
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--count", type=int, default=2000, help="files, copied as often as needed")
+    options.add_argument(
+        "--count",
+        type=int,
+        default=2000,
+        help="number of files; images are copied as often as needed",
+    )
     options.add_argument(
         "--sections", nargs="+", default=["start", "memory", "forms", "first", "recipes"]
     )

@@ -418,31 +418,44 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=3)
     options.add_argument(
-        "--count", type=int, default=4000, help="files the photographs are copied to"
+        "--count",
+        type=int,
+        default=4000,
+        help="number of files; photographs are copied as often as needed",
     )
     options.add_argument(
-        "--shard-mib", type=float, default=64, help="of LitData and Mosaic, as both recommend"
+        "--shard-mib",
+        type=float,
+        default=64,
+        help="size of shards of LitData and Mosaic in MiB; the default is what both recommend",
     )
     options.add_argument(
         "--kinds", nargs="+", choices=[*CODECS, "folder"], default=[*CODECS, "folder"]
     )
-    options.add_argument("--only", nargs="+", default=[], help="contenders whose names begin so")
-    options.add_argument("--latency-s", type=float, default=0.05, help="of each request")
     options.add_argument(
-        "--bandwidth", type=float, default=100e6, help="bytes a second, of all answers together"
+        "--only", nargs="+", default=[], help="measure only contenders whose names begin with this"
     )
     options.add_argument(
-        "--fault-rate", type=float, default=0.01, help="part of the requests that go wrong"
+        "--latency-s", type=float, default=0.05, help="latency of each request in seconds"
     )
     options.add_argument(
-        "--memory-limit", default="2GiB", help="of fastdata's process tree, where it has the option"
+        "--bandwidth",
+        type=float,
+        default=100e6,
+        help="bandwidth of all answers together, in bytes a second",
     )
     options.add_argument(
-        "--limit-s", type=float, default=300, help="a contender that takes longer is ended"
+        "--fault-rate", type=float, default=0.01, help="share of the requests that fail"
     )
     options.add_argument(
-        "--work", type=Path, help="folder to work in; a temporary one is made there"
+        "--memory-limit",
+        default="2GiB",
+        help="memory_limit of fastdata's processes, for contenders that have this option",
     )
+    options.add_argument(
+        "--limit-s", type=float, default=300, help="seconds after which a contender is ended"
+    )
+    options.add_argument("--work", type=Path, help="folder in which a temporary folder is made")
     chosen = options.parse_args()
     rows, kept = [], {}
     with (

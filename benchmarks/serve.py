@@ -326,13 +326,21 @@ SECTIONS = {
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument(
-        "--cifar", type=Path, help="class folders of 32x32 images; also FASTDATA_CIFAR"
+        "--cifar",
+        type=Path,
+        help="folder of class folders of 32x32 images; default: $FASTDATA_CIFAR, else synthetic images",
     )
     options.add_argument(
-        "--count", type=int, default=4000, help="files the photographs are copied to"
+        "--count",
+        type=int,
+        default=4000,
+        help="number of files; photographs are copied as often as needed",
     )
     options.add_argument(
-        "--small-count", type=int, default=10_000, help="files the small images are copied to"
+        "--small-count",
+        type=int,
+        default=10_000,
+        help="number of files of small images; they are copied as often as needed",
     )
     options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     chosen = options.parse_args()

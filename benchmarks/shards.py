@@ -80,13 +80,18 @@ def build(root: Path, work: Path, shard_size: str, engine: str) -> float:
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--count", type=int, default=3000, help="files the images are copied to")
-    options.add_argument("--shard-size", default="32MiB")
     options.add_argument(
-        "--work", type=Path, help="folder to work in; a temporary one is made there"
+        "--count",
+        type=int,
+        default=3000,
+        help="number of files; images are copied as often as needed",
     )
+    options.add_argument("--shard-size", default="32MiB")
+    options.add_argument("--work", type=Path, help="folder in which a temporary folder is made")
     options.add_argument(
-        "--as-driver", action="store_true", help="only build --images into --work by Ray"
+        "--as-driver",
+        action="store_true",
+        help="only build --images into --work by Ray (the script calls itself with it)",
     )
     chosen = options.parse_args()
     if chosen.as_driver:

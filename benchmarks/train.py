@@ -66,8 +66,10 @@ def main() -> None:
     options.add_argument(
         "--models", nargs="*", default=["resnet18", "resnet50", "vit_small_patch16_224"]
     )
-    options.add_argument("--count", type=int, default=16_384 if IS_GPU else 32, help="files")
-    options.add_argument("--seconds", type=float, default=4.0, help="length of a round")
+    options.add_argument(
+        "--count", type=int, default=16_384 if IS_GPU else 32, help="number of image files"
+    )
+    options.add_argument("--seconds", type=float, default=4.0, help="length of a round in seconds")
     options.set_defaults(rounds=2)
     chosen = options.parse_args()
     if not IS_GPU:

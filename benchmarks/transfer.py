@@ -65,14 +65,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument(
-        "--batch-mib", type=int, default=38, help="size of a batch; 38 are 256 images of 224 x 224"
+        "--batch-mib",
+        type=int,
+        default=38,
+        help="size of a batch in MiB; 38 MiB are 256 images of 224 x 224",
     )
-    options.add_argument("--steps", type=int, default=200, help="batches a round")
+    options.add_argument("--steps", type=int, default=200, help="batches in a round")
     options.add_argument(
-        "--step-ms", type=float, default=10.0, help="length of a step; more than a copy takes"
+        "--step-ms",
+        type=float,
+        default=10.0,
+        help="length of a step in ms; it must be longer than a copy",
     )
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--json", type=Path, help="keep every figure, with versions")
+    options.add_argument(
+        "--json", type=Path, help="file to write every figure to, with versions and machine"
+    )
     chosen = options.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device, and torch sees none")

@@ -248,7 +248,7 @@ SECTIONS: dict[str, Callable[[int], list[Row]]] = {
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument(
-        "--only", choices=SECTIONS, action="append", help="sections to run; all if not given"
+        "--only", choices=SECTIONS, action="append", help="sections to run; default: all"
     )
     given = options.parse_args()
     torch.set_num_threads(1)

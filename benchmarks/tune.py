@@ -230,13 +230,19 @@ def main() -> None:
     options.set_defaults(rounds=3)
     options.add_argument("--loaders", nargs="+", choices=LOADERS, default=list(LOADERS))
     options.add_argument(
-        "--window", type=float, default=0.75, help="seconds of a measured setting, as tune's probes"
+        "--window",
+        type=float,
+        default=0.75,
+        help="seconds for which each setting is measured, as in tune",
     )
     options.add_argument(
-        "--longer", type=float, default=2.0, help="seconds of a setting in each of the rounds"
+        "--longer",
+        type=float,
+        default=2.0,
+        help="seconds for each setting in each round of the second measurement",
     )
     options.add_argument(
-        "--loadtune", type=Path, help="folder that the package loadtune is installed in"
+        "--loadtune", type=Path, help="folder in which the package loadtune is installed"
     )
     chosen = options.parse_args()
     loadtune = find_loadtune(chosen.loadtune)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 
 from albumentations_cases import Served, albumentations, assert_alike, images, refusal_of, serve
-from fastdata import CachedDataset, DataLoader, plan_transform
+from fastdata import CachedDataset, DataLoader, FastDataWarning, plan_transform
 
 A = albumentations
 ToTensorV2 = pytest.importorskip("albumentations.pytorch").ToTensorV2
@@ -408,3 +409,24 @@ def test_what_follows_an_unknown_step_is_served_on_whole_batches(
             wanted = [torch.as_tensor(transform(image=array)["image"]) for array in arrays]
             assert torch.equal(batch, torch.stack(wanted))
             assert np.array_equal(dataset[1][0], wanted[1])
+
+
+def test_a_transform_that_would_leave_the_mask_behind_is_named() -> None:
+    """albumentations users write ``transform=`` for image and mask; here it gets the image only."""
+    items = [(image, image[..., 0]) for image in images((9, 12), (9, 12))]
+    flips = A.Compose([A.OneOf([A.HorizontalFlip(), A.VerticalFlip()]), ToTensorV2()])
+    colours = A.Compose([A.RandomBrightnessContrast(), ToTensorV2()])
+    with (
+        CachedDataset(items, transform=flips) as dataset,
+        pytest.warns(FastDataWarning, match=r"transform= gets the image only, so OneOf\(.*with an s"),
+    ):
+        next(iter(DataLoader(dataset)))
+    for chosen in (
+        {"transforms": flips},
+        {"transform": colours},
+        {"transform": flips, "target_transform": np.flip},
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with CachedDataset(items, **chosen) as dataset:
+                iter(DataLoader(dataset))

@@ -1,4 +1,4 @@
-"""Warnings for loaders that read samples one by one, or the same samples on every rank."""
+"""Warnings for loaders: samples that are read one by one, or by every rank, or without their mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.samples import DatasetSamples
 from fastdata.loaders.parts import Parts
 from fastdata.machine.ranks import find_rank
+from fastdata.pixels.compose import flatten_transform
 from fastdata.pixels.draws import is_random, may_draw
+from fastdata.pixels.plan import text_of_transform
+from fastdata.pixels.readers import moves_masks
 from fastdata.report import warn_user
 
 _WARNED: weakref.WeakSet[DatasetSamples] = weakref.WeakSet()
@@ -44,6 +47,25 @@ def warn_of_samples(dataset: Dataset[Any], parts: Parts) -> None:
             _hint_at_caching(dataset)
     if notice:
         warn_user(f"samples are read one by one, not in whole batches: {notice}")
+    for part in new:
+        _warn_of_masks(part._fastdata)
+
+
+def _warn_of_masks(samples: DatasetSamples) -> None:
+    """Warn if a random transform moves the images of a dataset, but not the masks beside them."""
+    kept = samples.reader.kept
+    # With ``target_transform`` the user decides what happens to the masks.
+    if kept is None or not kept.target_parts or samples.transforms.of_target is not None:
+        return
+    for transform in flatten_transform(samples.transforms.of_sample):
+        if is_random(transform) and moves_masks(transform):
+            warn_user(
+                f"transform= gets the image only, so {text_of_transform(transform)} moves the image "
+                f"but not the mask (or other image) in the target of {samples.class_name}. Pass "
+                "the whole transform as transforms=, with an s, to move both alike (torchvision's "
+                "must be of v2). A target_transform= turns this warning off."
+            )
+            return
 
 
 def _hint_at_caching(dataset: Any) -> None:

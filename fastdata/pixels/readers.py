@@ -179,3 +179,10 @@ def moves_pixels(transform: Any) -> bool:
     """Return True for a known transform that moves pixels, each channel alike."""
     read = READERS.get(known_name(transform))
     return read is not None and read.__module__ == geometry.__name__
+
+
+def moves_masks(transform: Any) -> bool:
+    """Return True for a known transform that moves masks too, if it gets them beside an image."""
+    if type(transform) is AlbumentationsTransform:
+        return "mask" in getattr(transform.transform, "available_keys", ())
+    return moves_pixels(transform)

@@ -77,7 +77,7 @@ def _report_lines(
 ) -> Iterator[Line]:
     """Yield a row for each recipe, and a summary in one line."""
     yield (
-        f"{count:,} images ({options.folder or 'drawn for this run'}), {options.dtype} batches of "
+        f"{count:,} images ({options.folder or 'synthetic'}), {options.dtype} batches of "
         f"{options.batch_size}, num_workers={options.num_workers}"
     )
     yield ""
@@ -141,9 +141,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         nargs="?",
         metavar="FOLDER",
-        help="folder with one folder of images for each class; default: images drawn for this run",
+        help="folder with one folder of images for each class; default: synthetic images, made for this run",
     )
-    number("--images", help="most images to read; default: 1000, or 400 if they are drawn")
+    number("--images", help="most images to read; default: 1000, or 400 synthetic ones")
     parser.add_argument(
         "--recipe",
         action="append",
