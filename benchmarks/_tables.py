@@ -23,14 +23,6 @@ def medians(file: str) -> dict[str, dict[str, float]]:
     return sections
 
 
-def peer_figures() -> tuple[str, dict[str, float]]:
-    """The file and the figures of the run that measured the crop recipe by all loaders."""
-    found = medians("recipes.json")[CROP]
-    if set(found) > set(FORMS):
-        return "recipes.json", found
-    return "recipes_peers.json", medians("recipes_peers.json")[f"{CROP}: peers"]
-
-
 def table(header: Iterable[str], rows: Iterable[Iterable[str]], file: str) -> str:
     """A table of Markdown, and the line that names the file, the date and the processor of its figures."""
     header = list(header)
@@ -86,12 +78,12 @@ def recipe_table() -> str:
 
 def peer_table() -> str:
     """The crop recipe by all loaders, against torchvision and torch in the same run."""
-    file, found = peer_figures()
+    found = medians("recipes.json")[CROP]
     rows = [
         [name, times(value / found[VANILLA])]
         for name, value in sorted(found.items(), key=lambda row: -row[1])
     ]
-    return table(["loader", "times as fast as torchvision + torch"], rows, file)
+    return table(["loader", "times as fast as torchvision + torch"], rows, "recipes.json")
 
 
 def limit_table() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from _tables import FORMS, MEMORY, TABLES, VANILLA, medians, peer_figures, rank_sections
+from _tables import CROP, FORMS, MEMORY, TABLES, VANILLA, medians, rank_sections
 
 ROOT = Path(__file__).parents[1]
 CHARTS = ROOT / "docs" / "charts"
@@ -82,7 +82,7 @@ def ranking(title: str, rows: list[tuple[str, float]]) -> str:
 
 
 def peers() -> str:
-    _, found = peer_figures()
+    found = medians("recipes.json")[CROP]
     shown = {
         VANILLA: "torchvision + torch",
         "DALI, 256x256 in memory": "DALI, on the CPU",
