@@ -412,13 +412,15 @@ def test_what_follows_an_unknown_step_is_served_on_whole_batches(
 
 
 def test_a_transform_that_would_leave_the_mask_behind_is_named() -> None:
-    """albumentations users write ``transform=`` for image and mask; here it gets the image only."""
+    """Users of albumentations write ``transform=`` for image and mask; here it gets the image only."""
     items = [(image, image[..., 0]) for image in images((9, 12), (9, 12))]
     flips = A.Compose([A.OneOf([A.HorizontalFlip(), A.VerticalFlip()]), ToTensorV2()])
     colours = A.Compose([A.RandomBrightnessContrast(), ToTensorV2()])
     with (
         CachedDataset(items, transform=flips) as dataset,
-        pytest.warns(FastDataWarning, match=r"transform= gets the image only, so OneOf\(.*with an s"),
+        pytest.warns(
+            FastDataWarning, match=r"transform= gets the image only, so OneOf\(.*with an s"
+        ),
     ):
         next(iter(DataLoader(dataset)))
     for chosen in (
