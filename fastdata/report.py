@@ -116,9 +116,9 @@ class Report(ABC):
 class EpochReport(Report):
     """Speed and memory of the latest epoch of a loader, complete or not.
 
-    If the training loop waits for data more than a few percent of the time, the loader limits
-    training, and ``path`` shows how it reads and why. If the loop hardly waits, a faster loader
-    would not help.
+    If the training loop waits for data more than about 10 % of the time, the loader limits
+    training, and ``path`` shows how it reads and why. If the loop waits less, a faster loader would
+    not help.
 
     Args:
         path: how batches are read and why, in one line; its wording may change.

@@ -141,7 +141,7 @@ def test_diagnose_stops_a_script_and_says_its_limit(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The loop waits ")
-    assert "one step, mean of 19\n" in done.stdout
+    assert "one step of the loop, mean of 19\n" in done.stdout
 
 
 def test_an_error_of_a_script_is_its_own(tmp_path: Path) -> None:

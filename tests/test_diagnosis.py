@@ -154,7 +154,7 @@ def test_the_line_has_the_figures() -> None:
     line = "The loop waits 90 % of each step for data; reading from disk or network is the limit. "
     line += "The loader alone gives 100 samples/s. The model could take 1,000 samples/s."
     assert shown.line == line
-    assert repr(shown).startswith(f"{line}\n\none step, mean of 9\n")
+    assert repr(shown).startswith(f"{line}\n\none step of the loop, mean of 9\n")
 
 
 def test_the_two_lines_to_change_stand_at_the_end() -> None:

@@ -170,7 +170,10 @@ def _when_kept(loader: Any, diagnosis: Diagnosis) -> _Figures:
         need = format_bytes(kept.storage_report().raw_bytes * len(dataset) // len(some))
     if rate < _CLEAR * (diagnosis.loader_per_s or 0):
         return {}
-    kept_in = f"all {len(dataset):,} need {need}, and {budget_bytes(available_bytes())}"
+    kept_in = (
+        f"measured on {len(some):,} of them; all {len(dataset):,} need {need}, and "
+        f"{budget_bytes(available_bytes())}"
+    )
     return {"kept_per_s": rate, "kept": kept_in}
 
 

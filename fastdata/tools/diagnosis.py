@@ -25,8 +25,14 @@ LIMITS = {
         "reading from disk or network",
         "keep the samples in memory, or use more workers, which wait at the same time",
     ),
-    "decode": ("decoding", "decode each image once and store it: storage= of ImageFolder"),
-    "transform": ("the transform", "run its steps on whole batches: transform= of ImageFolder"),
+    "decode": (
+        "decoding",
+        "decode each image once and store it, as fastdata's datasets do unless storage='none'",
+    ),
+    "transform": (
+        "the transform",
+        "run its steps on whole batches, as fastdata's datasets do with steps that they know",
+    ),
     "collate": ("collate_fn", "let samples be tensors of one shape, which stack without Python"),
     "workers": ("the number of workers", "use every core, or let fastdata.tune choose num_workers"),
     "loader": (
@@ -93,7 +99,7 @@ class Diagnosis(Report):
         parts: cost of each part of making a sample.
         kept_per_s: samples per second of the loader with its samples in memory; None unless that
             is clearly faster.
-        kept: memory that this would need, and how much is free.
+        kept: how many samples this was measured on, the memory for all, and how much is free.
         imports: names to import from fastdata instead of torchvision and torch, if the loader is
             torch's.
         note: measurements that failed, and why.
@@ -162,7 +168,7 @@ class Diagnosis(Report):
         cures = [LIMITS[self.limit][1]]
         if self.limit != "model" and self.kept_per_s is not None:
             cures.append(
-                f"samples in memory: {self.kept_per_s:,.0f} samples/s, measured; {self.kept}"
+                f"samples in memory: {self.kept_per_s:,.0f} samples/s, {self.kept}"
             )
         return tuple(cures)
 
@@ -185,9 +191,9 @@ class Diagnosis(Report):
 
     def _lines(self) -> Iterator[Line]:
         yield from (self.line, "")
-        yield f"one step, mean of {self.batches}", "", ""
+        yield f"one step of the loop, mean of {self.batches}", "", ""
         yield "  wait for data", _ms(self.wait_s), _percent(self.waited)
-        yield "  step", _ms(self.step_s), _percent(1 - self.waited)
+        yield "  your training step", _ms(self.step_s), _percent(1 - self.waited)
         yield "the loop", f"{self.loop_per_s:,.0f}", "samples/s"
         if self.loader_per_s is not None:
             yield (

@@ -73,13 +73,20 @@ class TuneResult(Report):
         yield *names, "samples/s", ""
         for probe in self.probes:
             values = [str(probe.settings.get(name, "-")) for name in names]
-            words = "best" if probe is last else probe.failed
+            words = probe.failed
+            if probe is last:
+                words = "best"
+            elif probe is self.probes[0]:
+                words = "warm-up"
             yield *values, f"{probe.samples_per_s:,.0f}", words
         rate = self.samples_per_s
         gain = rate / self.start_samples_per_s
         end = "no other setting is faster" if self.is_complete else "the time limit was reached"
         yield f"{counted(len(self.probes), 'measurement')} in {self.seconds:.1f} s: {end}"
-        yield f"{rate:,.0f} samples/s with the best settings, {gain:.2f} times those of the first:"
+        yield (
+            f"{rate:,.0f} samples/s on average with the best settings, {gain:.2f} times as many as "
+            "with the first settings:"
+        )
         yield f"loader = {self.call}"
 
 
