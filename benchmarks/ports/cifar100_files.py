@@ -1,4 +1,4 @@
-"""The second dataset of pytorch-cifar100: its own class over the file, whose items are (label, image)."""
+"""The data of pytorch-cifar100, read by its own class, whose items are (label, image)."""
 
 import pickle
 from pathlib import Path

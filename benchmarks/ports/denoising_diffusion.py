@@ -1,4 +1,4 @@
-"""The dataset of denoising-diffusion-pytorch: images alone, a conversion before the first step."""
+"""The data of denoising-diffusion-pytorch: images alone, a conversion before the first step."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A DataLoader for ``model.fit`` of Keras 3, with its PyTorch backend and channels first."""
+"""The data of ``model.fit`` of Keras 3: CIFAR-10, with the PyTorch backend and channels first."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The dataset of siamese-triplet: each item is a random pair, drawn when it is read."""
+"""The data of siamese-triplet: each item is a random pair, drawn when it is read."""
 
 from pathlib import Path
 from typing import Any

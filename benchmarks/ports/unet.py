@@ -1,4 +1,4 @@
-"""The dataset of milesial's Pytorch-UNet: dicts of an image and a mask, resized when they are read."""
+"""The data of milesial's Pytorch-UNet: dicts of an image and a mask, resized when they are read."""
 
 from pathlib import Path
 from typing import Any
