@@ -54,7 +54,7 @@ def read_table() -> dict[tuple[str, str, str], int]:
         cells = [[part.strip() for part in cell.split(",")] for cell in line.strip("| ").split("|")]
         if len(cells) == 4 and cells[-1][0].isdigit():
             for step, api, form in itertools.product(*cells[:3]):
-                name = re.sub(r"\[(.*)\]\(.*\)", r"\1", step).removesuffix(" (and what is in them)")
+                name = re.sub(r"\[(.*)\]\(.*\)", r"\1", step)
                 key = (name, api, form.lower())
                 assert key not in table, f"{key} stands twice in the table"
                 table[key] = int(cells[-1][0])
