@@ -309,7 +309,9 @@ def port_table() -> str:
             refused.append([what, "", "refused", ""])
             continue
         torch, ours = (found[port["name"]][row] for row in ("torch", "fastdata"))
-        measured.append((ours / torch, [what, rate(torch), f"**{rate(ours)}**", times(ours / torch)]))
+        measured.append(
+            (ours / torch, [what, rate(torch), f"**{rate(ours)}**", times(ours / torch)])
+        )
     rows = [row for _, row in sorted(measured, reverse=True)] + refused
     header = ["data of", "changed lines", "torch", "fastdata", "speedup"]
     return table(header, rows, "ports.json")

@@ -167,9 +167,7 @@ class Diagnosis(Report):
         """The cures, with the measurements that they are based on."""
         cures = [LIMITS[self.limit][1]]
         if self.limit != "model" and self.kept_per_s is not None:
-            cures.append(
-                f"samples in memory: {self.kept_per_s:,.0f} samples/s, {self.kept}"
-            )
+            cures.append(f"samples in memory: {self.kept_per_s:,.0f} samples/s, {self.kept}")
         return tuple(cures)
 
     def plot(self) -> Any:
