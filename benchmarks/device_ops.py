@@ -21,7 +21,7 @@ import torch
 
 from _helper import Row, in_turns, parser, print_rows, save_rows, transforms
 from fastdata import plan_transform
-from fastdata.loaders.device import ToFloats
+from fastdata.loaders.floats import ToFloats
 from fastdata.loaders.window import Window, window_obstacle
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec

@@ -28,7 +28,7 @@ import torch
 
 from _helper import Row, in_turns, print_rows, save_rows, transforms
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, plan_transform
-from fastdata.loaders.device import ToFloats
+from fastdata.loaders.floats import ToFloats
 from fastdata.tools.recipes import IMAGENET_MEAN, IMAGENET_STD
 
 MIB = 1 << 20

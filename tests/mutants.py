@@ -18,12 +18,14 @@ __all__ = ["MUTANTS", "Mutant", "is_caught", "mutated"]
 
 HELD, BUFFERS = "datasets/held_tensors.py", "datasets/buffers.py"
 PINNED, RESIDENT, DEVICE = "loaders/pinned.py", "loaders/resident.py", "loaders/device.py"
+FLOATS = "loaders/floats.py"
 TRANSFER, PREFETCH = "loaders/transfer.py", "loaders/prefetch.py"
 THREAD, LOOP = "loaders/copy_thread.py", "loaders/loop_copies.py"
 _MODULES = {
     HELD: "fastdata.datasets.held_tensors",
     BUFFERS: "fastdata.datasets.buffers",
     PINNED: "fastdata.loaders.pinned",
+    FLOATS: "fastdata.loaders.floats",
     RESIDENT: "fastdata.loaders.resident",
     DEVICE: "fastdata.loaders.device",
     TRANSFER: "fastdata.loaders.transfer",
@@ -398,8 +400,8 @@ MUTANTS = [
     ),
     Mutant(
         "memory of constants is free for others while another stream reads it",
-        DEVICE,
-        "            self._both_2C11.record_stream(torch.cuda.current_stream(source_BChw.device))",
+        FLOATS,
+        "            self._both_2C11.record_stream(torch.cuda.current_stream(device))",
         "            pass",
         "store_and_streams",
     ),

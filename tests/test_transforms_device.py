@@ -20,7 +20,7 @@ from torchvision.transforms import v2
 from conftest import shown
 from data import ArrayStore
 from fastdata import plan_transform
-from fastdata.loaders.device import Form, ToFloats
+from fastdata.loaders.floats import Form, ToFloats
 from fastdata.loaders.window import Window, window_obstacle
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec

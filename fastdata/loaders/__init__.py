@@ -31,5 +31,6 @@ The device:
 - ``copy_thread``, ``loop_copies``: copies by a thread, and by the training loop itself
 - ``pinned``: pinned host memory for batches
 - ``device``: devices, and batch ops that end on one
+- ``floats``: the conversion to floats there
 - ``resident``, ``window``: a store on the device, and the crops that are cut from it
 """

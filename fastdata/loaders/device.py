@@ -13,7 +13,6 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.cuda
 
@@ -22,6 +21,7 @@ from fastdata.datasets.reader import Reader
 from fastdata.datasets.samples import ReaderHandle
 from fastdata.datasets.visits import IndexBatch
 from fastdata.errors import DeviceError, kind_of
+from fastdata.loaders.floats import AS_MADE, Form, ToFloats
 from fastdata.loaders.iterators import CountedIterator
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.mixing import Mixing, mix_parts, read_parts, served_mixing
@@ -30,7 +30,6 @@ from fastdata.loaders.pinned import PinnedMemory
 from fastdata.loaders.resident import StoreCut, size_bytes, upload
 from fastdata.loaders.window import window_obstacle
 from fastdata.machine.units import format_bytes
-from fastdata.pixels.steps import Step
 from fastdata.report import warn_user
 from fastdata.stores.store import Store
 
@@ -106,22 +105,6 @@ def ring_slots(loader: Any, held: int) -> int:
         return loader._fastdata.ring_slots(loader, held)
     slots: int = loader.ring_slots(held)
     return slots
-
-
-class Form(NamedTuple):
-    """The form of the tensors that a prefetcher serves.
-
-    Attributes:
-        dtype: dtype of floating-point tensors and of images; None to keep their own.
-        channels_last: True if tensors of four dimensions have this memory format.
-    """
-
-    dtype: torch.dtype | None = None
-    channels_last: bool = False
-
-
-AS_MADE = Form()
-"""The form in which a dataset makes its tensors."""
 
 
 class DeviceWork(NamedTuple):
@@ -310,62 +293,3 @@ def _finish(handle: ReaderHandle, converts: Sequence[Transform | None], parts: l
     pairs = zip_longest(parts, converts)
     made = [part if convert is None else convert(part) for part, convert in pairs]
     return handle().to_batch(made)
-
-
-class ToFloats:
-    """Converts uint8 to floats and normalises them, in one pass over the pixels.
-
-    The pass computes in float32 (in float64 if the dataset's batches are float64), rounds once to
-    the final dtype, and writes the final memory format. The result is bitwise the same as a float32
-    batch that is cast with ``Tensor.to``. Its error is at most half a unit in the last place of the
-    final dtype, plus the error of float32.
-
-    Args:
-        cast: the step that makes floats.
-        form: the final dtype and memory format. If the dataset's batches are float16, values must
-            be rounded to float16 first, so the final dtype is left to a later cast.
-    """
-
-    def __init__(self, cast: Step, form: Form = AS_MADE) -> None:
-        scaling = cast.fields["scaling"]
-        is_unscaled = scaling in ("SCALE_NONE", "SCALE_AFTER")
-        unit = 1.0 if is_unscaled else 255.0
-        normalizes = cast.fields["means"] > 0
-        mean = np.array(cast.fields["mean"] if normalizes else [0.0])
-        std = np.array(cast.fields["std"] if normalizes else [1.0])
-        if scaling == "SCALE_AFTER":
-            std = 1 / std  # the field holds a factor
-        # The divisor is a tensor on the device: instead of dividing by a number of the host, CUDA
-        # multiplies with its rounded inverse.
-        self._divides = scaling in ("SCALE_DIVIDE", "SCALE_NONE") and not mean.any()
-        self._divides = self._divides and normalizes == is_unscaled
-        scale = unit * std
-        both = np.stack([scale if self._divides else 1 / scale, -mean / std])
-        own: torch.dtype = getattr(torch, cast.fields["dtype"].lower())
-        # Half floats are computed as float32 and rounded once, as on the CPU.
-        kind = torch.promote_types(own, torch.float32)
-        self._both_2C11 = torch.tensor(both[:, :, None, None], dtype=kind)
-        wanted = form.dtype or own
-        rounds_once = own is kind and wanted.is_floating_point
-        self._dtype = wanted if rounds_once else own
-        self._layout = torch.channels_last if form.channels_last else torch.preserve_format
-
-    def __call__(self, source_BChw: Tensor) -> Tensor:
-        if self._both_2C11.device != source_BChw.device:
-            # From pinned memory, so this thread does not wait for the copy.
-            pinned = self._both_2C11.pin_memory()
-            self._both_2C11 = pinned.to(source_BChw.device, non_blocking=True)
-        if source_BChw.is_cuda:
-            # Several streams may use it, and it may be freed while one of them still reads it.
-            self._both_2C11.record_stream(torch.cuda.current_stream(source_BChw.device))
-        scale, offset = self._both_2C11
-        # One channel becomes three if there are three means and deviations.
-        channels = max(source_BChw.shape[1], scale.shape[0])
-        # On the CPU and on CUDA, both ops compute in the promoted dtype of their inputs, and round
-        # when they write. ``addcmul(...).to(...)`` makes a float32 copy in between: 424 MB of
-        # memory traffic for 256 images of 224 x 224 in float16, instead of 116 MB.
-        like = source_BChw.expand(-1, channels, -1, -1)
-        out = torch.empty_like(like, dtype=self._dtype, memory_format=self._layout)
-        if self._divides:
-            return torch.div(source_BChw, scale, out=out)
-        return torch.addcmul(offset, source_BChw, scale, out=out)

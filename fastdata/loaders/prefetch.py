@@ -22,10 +22,8 @@ from fastdata.datasets.buffers import BatchRing
 from fastdata.datasets.trees import map_batch
 from fastdata.loaders.copy_thread import ThreadTransfer
 from fastdata.loaders.device import (
-    AS_MADE,
     DeviceLike,
     DeviceOps,
-    Form,
     Transform,
     WhereOps,
     begin_epoch,
@@ -33,6 +31,7 @@ from fastdata.loaders.device import (
     resolve_device,
     ring_slots,
 )
+from fastdata.loaders.floats import AS_MADE, Form
 from fastdata.loaders.iterators import HELD_BY_USER, ThreadIter
 from fastdata.loaders.loop_copies import LoopTransfer
 from fastdata.loaders.pinned import PinnedMemory, Sender
