@@ -9,7 +9,7 @@ Shape letters: N stored samples, B batch, C channels, H W size stored, h w size 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -166,18 +166,22 @@ class StoreCut(Iterator[Any]):
         batches, targets, marks = zip(*group, strict=True)
         index_B = np.concatenate([batch.positions for batch in batches])
         visits_B = np.concatenate([batch.visits for batch in batches])
-        draws = self._window.draw(index_B, visits_B, batches[0].seed)
-        sent_draws = None if draws is None else self._send(draws)
-        images = self._window.cut(self._send(torch.from_numpy(index_B)), sent_draws)
+        small = [torch.from_numpy(index_B)]
+        line_2B = self._window.draw(index_B, visits_B, batches[0].seed)
+        if line_2B is not None:
+            small.append(line_2B)
+        numbers = self._handle().targets.numbers
+        if numbers is not None:
+            small.append(torch.from_numpy(numbers[index_B]))
+        sent = _send_together(small, self._send)
+        images = self._window.cut(sent[0], None if line_2B is None else sent[1])
         if self._convert is not None:
             images = self._convert(images)
         # "unsafe": the parts do not count as views, for which autograd forbids some operations.
         sizes = list(map(len, batches))
         parts = self._cast(images).unsafe_split_with_sizes(sizes)
-        numbers = self._handle().targets.numbers
         if numbers is not None:
-            sent_numbers = self._send(torch.from_numpy(numbers[index_B]))
-            targets = sent_numbers.unsafe_split_with_sizes(sizes)
+            targets = sent[-1].unsafe_split_with_sizes(sizes)
         return zip(parts, targets, marks, strict=True)
 
 
@@ -186,6 +190,17 @@ def _read_targets(handle: ReaderHandle, batch: IndexBatch, ring: BatchRing) -> l
     reader = handle()
     targets = reader.targets.collated(batch) if reader.targets.numbers is None else None
     return [torch.from_numpy(batch.positions), batch, targets]
+
+
+def _send_together(tensors: Sequence[Tensor], send: Send) -> list[Tensor]:
+    """Copy dense tensors to the device in one block of memory, by one copy."""
+    flat = [tensor.view(-1).view(torch.uint8).numpy() for tensor in tensors]
+    block = send(torch.from_numpy(np.concatenate(flat)))
+    parts = block.split([part.nbytes for part in flat])
+    return [
+        part.view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
 
 def _send_all(targets: Any, send: Send) -> Any:
