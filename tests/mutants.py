@@ -385,6 +385,20 @@ MUTANTS = [
         "store_on_the_device",
     ),
     Mutant(
+        "a chunk of a store is filled again while the device reads it",
+        RESIDENT,
+        "            chunk.is_read.synchronize()\n            filled",
+        "            filled",
+        "store_on_the_device",
+    ),
+    Mutant(
+        "what is cut on another stream does not wait for the copy of the store",
+        RESIDENT,
+        "    for chunk in chunks:\n        chunk.is_read.synchronize()\n",
+        "",
+        "store_on_another_stream",
+    ),
+    Mutant(
         "a loop that changes its stream does not wait for what is cut",
         RESIDENT,
         "            now.wait_stream(self._stream)\n",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -240,12 +241,13 @@ def prepare() -> None:
     for steps in STEPS:
         expected_of(steps)
     expected_of("crop", mixed)
-    dataset_of("device", "crop")
+    for steps in STEPS:
+        dataset_of("device", steps)
 
 
 def forget() -> None:
     """Give back what ``prepare`` has made."""
-    for storage, steps in (("shared", "none"), ("shared", "crop"), ("device", "crop")):
+    for storage, steps in itertools.product(("shared", "device"), STEPS):
         dataset_of(storage, steps).close()
     for made in (loader_of, expected_of, dataset_of):
         made.cache_clear()
@@ -432,6 +434,16 @@ def store_and_streams(sim: Sim) -> None:
     finally:
         resident.GROUP_BYTES = before
     check(made, right * 2)
+
+
+@scenario
+def store_on_another_stream(sim: Sim) -> None:
+    """Samples without batch ops are taken on another stream than the one on which they were copied."""
+    with prefetcher(sim, loader_of("device", "none", 0)) as batches:
+        taking = Taking(sim, batches)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            made = [(images.clone(), labels.clone()) for images, labels in taking]
+    check(made, expected_of("none"))
 
 
 @scenario

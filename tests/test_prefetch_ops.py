@@ -6,8 +6,10 @@ import gc
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset
@@ -29,6 +31,7 @@ from fastdata import (
 )
 from fastdata.errors import MemoryBudgetError
 from fastdata.loaders import resident
+from fastdata.stores.store import Store
 from simcuda import Sim
 
 CUDA = torch.device("cuda", 0)
@@ -602,6 +605,44 @@ def test_a_store_on_the_device_is_sent_once(gpu: Sim, monkeypatch: pytest.Monkey
         assert dataset[3][0].shape == (3, 7, 5)
         assert batches.report().batch_ops == "on cuda:0, from a copy of the store there (3.2 KiB)"
         assert len(mirrors(gpu)) == 1
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_store_is_copied_from_two_chunks_that_threads_fill(
+    gpu: Sim, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    """They are pinned unless the driver refuses. After that, the batches that are cut together need one copy."""
+    monkeypatch.setattr(resident, "CHUNK_BYTES", 5 * STORED_BYTES + 7)
+    gpu.refuses_to_pin = refuses
+    with mirrored() as dataset, on_device(loader_of(dataset, num_workers=3)) as batches:
+        epoch = iter(batches)
+        assert gpu.counts["asynchronous copies"] == (0 if refuses else 5)
+        assert len(gpu.sent) == 5 + 3  # and two tables of lines, and a fill
+        with pytest.warns(FastDataWarning, match="pageable") if refuses else nullcontext():
+            assert_same(taken(epoch), list(loader_of(dataset)))
+        assert len(gpu.sent) == 5 + 3 + 1
+        assert batches.report().pinned_bytes == (0 if refuses else 2 * 1024)
+
+
+def test_a_store_that_cannot_be_read_leaves_nothing_on_the_device(
+    gpu: Sim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is raised as the epoch begins; another epoch copies the store again."""
+    monkeypatch.setattr(resident, "CHUNK_BYTES", 5 * STORED_BYTES)
+    whole = Store.gather_into
+
+    def broken(store: Store, index_B: np.ndarray, out_B: np.ndarray) -> None:
+        if 12 in index_B:
+            raise OSError("sample 12 cannot be read")
+        whole(store, index_B, out_B)
+
+    with mirrored() as dataset, on_device(loader_of(dataset, num_workers=2)) as batches:
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "gather_into", broken)
+            with pytest.raises(OSError, match="sample 12"):
+                iter(batches)
+        assert not mirrors(gpu)
+        assert_same(taken(batches), list(loader_of(dataset)))
 
 
 def test_samples_that_are_prepared_again_are_sent_again(gpu: Sim) -> None:

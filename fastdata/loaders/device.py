@@ -188,7 +188,8 @@ class DeviceOps:
         """Cut batches from a copy of the store, which is made in the first epoch."""
         store = _store_of(reader)
         if store not in self._copies:
-            self._copies[store] = upload(store, self._device)
+            threads = max(1, self._loader.num_workers)
+            self._copies[store] = upload(store, self._device, self._pinned, threads)
         size = format_bytes(size_bytes(store))
         self.described = f"on {self._device}, from a copy of the store there ({size})"
         handle = self._parts.datasets[0]._fastdata.handle

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from fastdata.datasets.samples import ReaderHandle
 from fastdata.datasets.trees import map_batch
 from fastdata.datasets.visits import IndexBatch
 from fastdata.loaders.loader import DataLoader
-from fastdata.loaders.pinned import device_memory
+from fastdata.loaders.pinned import PinnedMemory, allocated_bytes, device_memory
 from fastdata.loaders.progress import Progress
 from fastdata.loaders.window import Window
 from fastdata.machine.budget import check_device_room
@@ -35,7 +36,7 @@ Transform = Callable[[Any], Any]
 Send = Callable[[Tensor], Tensor]
 
 CHUNK_BYTES = 32 << 20
-"""Size of the pieces in which a store is copied."""
+"""Size of the chunks in which a store is copied. Two of them are in host memory."""
 GROUP_BYTES = 64 << 20
 """Small batches are cut together, up to this size in float32. A kernel for each single batch would
 take longer to launch than to run."""
@@ -207,8 +208,33 @@ def _send_all(targets: Any, send: Send) -> Any:
     return map_batch(lambda it: send(it) if isinstance(it, Tensor) else it, targets)
 
 
-def upload(store: Store, device: torch.device) -> Tensor:
+class _Chunk:
+    """Host memory for a part of a store, on its way to the device.
+
+    Attributes:
+        memory: uint8 (samples, C, H, W); pinned, unless the driver refuses.
+        is_read: recorded after the latest copy from this memory.
+    """
+
+    def __init__(self, part: Tensor, pinned: PinnedMemory) -> None:
+        self.memory = torch.empty(part.shape, dtype=torch.uint8, device="cpu")
+        self.is_read = torch.cuda.Event(blocking=True)
+        memory = pinned.pin(self.memory)
+        if memory is not None:
+            self.memory = memory
+            pinned.copies_bytes = max(pinned.copies_bytes, 2 * allocated_bytes(memory.nbytes))
+
+
+def upload(store: Store, device: torch.device, pinned: PinnedMemory, threads: int) -> Tensor:
     """Copy a dense uint8 store to (N, C, H, W) on the current stream, and wait for it.
+
+    Two chunks of host memory are used in turn: threads fill one while the device reads the other.
+
+    Args:
+        store: the samples.
+        device: the device to copy them to.
+        pinned: pins the chunks.
+        threads: number of threads that fill a chunk.
 
     Raises:
         MemoryBudgetError: there is too little memory on the device.
@@ -219,12 +245,22 @@ def upload(store: Store, device: torch.device) -> Tensor:
     free_bytes = torch.cuda.mem_get_info(device)[0] + unused_bytes
     check_device_room(size_bytes(store), free_bytes, str(device))
     copy_NCHW = torch.empty((len(store), *shape), dtype=torch.uint8, device=device)
-    start = 0
-    for part in copy_NCHW.split(max(1, CHUNK_BYTES // store.spec.sample_bytes)):
-        chunk = np.empty((len(part), *shape), np.uint8)
-        store.gather_into(np.arange(start, start + len(part)), chunk)
-        part.copy_(torch.from_numpy(chunk))
-        start += len(part)
+    parts = copy_NCHW.split(max(1, CHUNK_BYTES // store.spec.sample_bytes))
+    chunks = [_Chunk(parts[0], pinned) for _ in parts[:2]]
+    stream = torch.cuda.current_stream(device)
+    with ThreadPoolExecutor(threads, thread_name_prefix="fastdata-upload") as pool:
+        for number, part in enumerate(parts):
+            chunk = chunks[number % 2]
+            chunk.is_read.synchronize()
+            filled = chunk.memory[: len(part)]
+            first = number * len(parts[0])
+            indices = np.arange(first, first + len(part))
+            shares = np.array_split(filled.numpy(), threads)
+            list(pool.map(store.gather_into, np.array_split(indices, threads), shares))
+            part.copy_(filled, non_blocking=True)
+            chunk.is_read.record(stream)
+    for chunk in chunks:
+        chunk.is_read.synchronize()
     return copy_NCHW
 
 
