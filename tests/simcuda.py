@@ -71,7 +71,8 @@ class Memory:
 
     def __init__(self, size: int) -> None:
         self.array = np.full(size, POISON, np.uint8)
-        self.octets = torch.from_numpy(self.array)
+        with torch._C._DisableTorchDispatch():
+            self.octets = torch.from_numpy(self.array)
         self.address = self.array.ctypes.data
         self.given_up = self.overwritten = 0
         self.accesses: list[Access] = []
@@ -197,7 +198,8 @@ class Stream:
         if kind == "wait":
             work[0].run_to(work[1])
         else:
-            work()
+            with torch._C._DisableTorchDispatch():  # it has cells only, on which SimMode has no say
+                work()
         self.done += 1
 
     def run_to(self, position: int) -> None:
@@ -706,6 +708,11 @@ def _join(clock: Clock, other: Clock) -> None:
 class SimMode(TorchDispatchMode):
     """Sends what concerns the device to the simulation, functions that make tensors included."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch's wrapper for that takes as long as the simulation."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return sim().dispatch(func, args, kwargs or {}) if _current else func(*args, **kwargs or {})
 
@@ -878,6 +885,8 @@ class Sim:
 
     def take_back(self) -> None:
         """Hand out again what is freed, as far as the events recorded then are done."""
+        if not self._leaving and not self._pinned_leaving:
+            return
         with self.lock:
             for entry in [each for each in self._leaving if _are_done(each[0])]:
                 self._leaving.remove(entry)
@@ -896,16 +905,15 @@ class Sim:
 
     def empty(self, device: torch.device, like: torch.Tensor) -> SimTensor:
         """Device memory for a tensor of this shape, dtype and strides."""
-        extent = (
-            1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
-            if like.numel()
-            else 0
-        )
-        block = self.allocate(device, extent * like.itemsize)
-        if not extent:
-            return SimTensor(torch.empty(like.shape, dtype=like.dtype), block)
-        cells = block.memory.octets[: extent * like.itemsize].view(like.dtype)
-        return SimTensor(cells.as_strided(like.shape, like.stride()), block)
+        shape, strides, dtype = like.shape, like.stride(), like.dtype
+        has_elements = 0 not in shape
+        extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        block = self.allocate(device, extent * like.itemsize if has_elements else 0)
+        with torch._C._DisableTorchDispatch():
+            if not has_elements:
+                return SimTensor(torch.empty(shape, dtype=dtype), block)
+            cells = block.memory.octets[: extent * like.itemsize].view(dtype)
+            return SimTensor(cells.as_strided(shape, strides), block)
 
     def launch(
         self,
@@ -931,7 +939,8 @@ class Sim:
 
     def pinned_like(self, model: torch.Tensor) -> torch.Tensor:
         """``torch.empty_like(model, pin_memory=True)``."""
-        shape = torch.empty_like(model, device="meta")
+        with torch._C._DisableTorchDispatch():
+            shape = torch.empty_like(_cells(model), device="meta")
         nbytes = shape.numel() * shape.itemsize
         if not nbytes:
             return torch.empty(shape.shape, dtype=shape.dtype)
@@ -950,9 +959,9 @@ class Sim:
             self._pinned[memory.address] = memory, set()
         leased = memory.array[:nbytes]
         weakref.finalize(leased, self._unpin, memory).atexit = False
-        return torch.frombuffer(leased.data, dtype=shape.dtype).as_strided(
-            shape.shape, shape.stride()
-        )
+        with torch._C._DisableTorchDispatch():
+            whole = torch.frombuffer(leased.data, dtype=shape.dtype)
+            return whole.as_strided(shape.shape, shape.stride())
 
     def _unpin(self, memory: Memory) -> None:
         if _current and sim() is self:
@@ -1028,7 +1037,7 @@ class Sim:
     # Operations
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        flat = list(_flat((*args, *kwargs.values())))
+        flat = _flat((*args, *kwargs.values()))
         on_device = [value for value in flat if isinstance(value, SimTensor)]
         wanted = kwargs.get("device")
         wanted = None if wanted is None else torch.device(wanted)
@@ -1082,14 +1091,8 @@ class Sim:
     def _functional(
         self, func: Any, device: torch.device, args: Any, kwargs: Any, reads: list[SimTensor]
     ) -> Any:
-        meta_args, meta_kwargs = (
-            _mapped(_to_meta, args),
-            {key: _mapped(_to_meta, kwargs[key]) for key in kwargs},
-        )
-        if "device" in kwargs:
-            meta_kwargs["device"] = torch.device("meta")
         try:
-            shapes = func(*meta_args, **meta_kwargs)
+            shapes = _results(func, args, kwargs)
         except NotImplementedError:  # what is made depends on values, for which torch waits too
             self._wait_here(self.current_stream(device), "value")
             shapes = _quietly(func, args, kwargs)
@@ -1127,11 +1130,13 @@ class Sim:
         dtype = dtype or source.dtype
         if isinstance(source, SimTensor) and target.type == "cpu":
             self._wait_here(self.current_stream(source.device), "value")
-            return source.cells.to(dtype=dtype, copy=True)
+            with torch._C._DisableTorchDispatch():
+                return source.cells.to(dtype=dtype, copy=True)
         memory_format = more.get("memory_format") or torch.preserve_format
-        like = torch.empty_like(
-            _cells(source), dtype=dtype, device="meta", memory_format=memory_format
-        )
+        with torch._C._DisableTorchDispatch():
+            like = torch.empty_like(
+                _cells(source), dtype=dtype, device="meta", memory_format=memory_format
+            )
         made = self.empty(self.index_of(target), like)
         if isinstance(source, SimTensor):
             into, origin = made.cells, source.cells
@@ -1276,9 +1281,14 @@ def _whole(buffer: np.ndarray) -> np.ndarray:
     return buffer.reshape(-1).view(np.uint8)
 
 
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
+def _flat(values: Iterable[Any]) -> list[Any]:
+    flat: list[Any] = []
     for value in values:
-        yield from _flat(value) if isinstance(value, (list, tuple)) else (value,)
+        if isinstance(value, (list, tuple)):
+            flat += _flat(value)
+        else:
+            flat.append(value)
+    return flat
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -1297,6 +1307,30 @@ def _cells(value: Any) -> Any:
 
 def _is_cpu_operand(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, SimTensor) and value.ndim > 0
+
+
+_RESULTS: dict[Any, Any] = {}
+
+
+def _results(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation makes of such arguments, as meta tensors, which are computed once for all schedules."""
+    key = func, _kind(args), _kind(tuple(kwargs.items()))
+    if key not in _RESULTS:
+        with torch._C._DisableTorchDispatch():
+            meta_kwargs = {name: _mapped(_to_meta, kwargs[name]) for name in kwargs}
+            if "device" in kwargs:
+                meta_kwargs["device"] = torch.device("meta")
+            _RESULTS[key] = func(*_mapped(_to_meta, args), **meta_kwargs)
+    return _RESULTS[key]
+
+
+def _kind(value: Any) -> Any:
+    """All of an argument that the shapes of results may depend on."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_kind, value))
+    return type(value), value
 
 
 def _to_meta(value: Any) -> Any:
