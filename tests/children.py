@@ -57,29 +57,37 @@ def _write_down(folder: Path, call: Callable[..., Any], *arguments: Any) -> None
 
 
 def run_script(variables: dict[str, str], script: str, *arguments: str) -> None:
-    """Run a script as ``python script`` does, with environment variables such as a launcher's for a rank.
-
-    A process group is kept until the process ends: torch's destructor waits, with the GIL, for a
-    thread that may want the GIL.
-    """
+    """Run a script as ``python script`` does, with environment variables such as a launcher's for a rank."""
     os.environ.update(variables)
     tempfile.tempdir = None
     multiprocessing.set_start_method(None, force=True)  # Python's default, not this process's own
     torch.set_num_threads(1)
     import_torchvision()
-    kept = []
     destroy = dist.destroy_process_group
 
     def keep_and_destroy() -> None:
-        kept.append(dist.group.WORLD)
+        GROUPS.append(dist.group.WORLD)
         destroy()
 
     dist.destroy_process_group = keep_and_destroy
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
-    if kept:
-        sys.stdout.flush()
-        os._exit(0)
+
+
+GROUPS: list[Any] = []
+"""Kept until the process ends: torch's destructor of a group waits, with the GIL, for a thread that may want it."""
+
+
+def launch_script(ranks: int, variables: dict[str, str], script: str, *arguments: str) -> None:
+    """Run a script in ranks as ``torchrun --standalone`` does, but in forks of this process, which has torch."""
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
+
+    os.environ.update(variables)
+    words = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
+    words += ["--start-method=fork", f"--nproc-per-node={ranks}", script]
+    config, _, _ = run.config_from_args(run.parse_args(words))
+    elastic_launch(config, run_script)({}, script, *arguments)
 
 
 def send_sample(dataset: Any, index: int, connection: Any) -> None:

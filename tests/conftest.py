@@ -20,6 +20,7 @@ import torch
 
 import fastdata
 from data import save_image
+from fresh import Interpreters
 from leftovers import Holdings, wait_for_none
 from simcuda import Sim
 from torchvision_ops import import_torchvision
@@ -105,6 +106,14 @@ def collections_leave_imports_alone() -> None:
 def others_have_torch() -> None:
     """Let the server that forks processes import torch once: each spawned one would take 3 s of a core for it."""
     multiprocessing.set_forkserver_preload(["children", "fastdata.tools.__main__"])
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[Interpreters]:
+    """Run scripts in interpreters of their own, which have imported torch and nothing of fastdata."""
+    interpreters = Interpreters()
+    yield interpreters
+    interpreters.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 from children import Done, run_elsewhere
 from fastdata import DataLoader, ImageFolder
 from fastdata.tools.__main__ import main
+from fresh import RUN_COMMAND, Interpreters
 
 Folder = Callable[..., Path]
 COMMANDS = ("bench", "tune", "doctor", "diagnose", "build", "inspect", "prune")
@@ -127,18 +126,11 @@ def diagnose(folder: Path, script: str) -> Done:
     return run_elsewhere(folder, main, ["diagnose", "train.py"])
 
 
-def test_diagnose_stops_a_script_and_says_its_limit(tmp_path: Path) -> None:
+def test_diagnose_stops_a_script_and_says_its_limit(tmp_path: Path, fresh: Interpreters) -> None:
     """Words after the script's name are its own, options before it are the command's."""
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["diagnose", "--batches", "20", "train.py", "--json", "own.json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fastdata.tools", *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
+    done = fresh.run(RUN_COMMAND, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The loop waits ")
     assert "one step of the loop, mean of 19\n" in done.stdout

@@ -7,9 +7,6 @@ import gc
 import multiprocessing
 import pickle
 import re
-import subprocess
-import sys
-import textwrap
 import threading
 import warnings
 import weakref
@@ -47,6 +44,7 @@ from conftest import shown
 from data import level_samples
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, FastDataWarning
 from fastdata.machine import limits
+from fresh import Interpreters
 
 INLINE = {"num_workers": 0}
 THREADS = {"num_workers": 2, "workers": "thread"}
@@ -580,7 +578,7 @@ def test_a_subclasses_own_iterators_are_iterated(engine: dict[str, Any]) -> None
         assert len(list(batches)) == len(taken) == 2
 
 
-def test_a_torch_whose_loader_has_two_type_variables_is_imported() -> None:
+def test_a_torch_whose_loader_has_two_type_variables_is_imported(fresh: Interpreters) -> None:
     """PyTorch after 2.13 subscripts its DataLoader by sample and batch; so may be ours, there."""
     script = """
         from typing import Any, Generic, TypeVar
@@ -596,6 +594,5 @@ def test_a_torch_whose_loader_has_two_type_variables_is_imported() -> None:
         assert issubclass(DataLoader[int, Any].__origin__, Later)
         assert [batch.tolist() for batch in DataLoader(range(3), batch_size=2)] == [[0, 1], [2]]
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert not done.stderr
+    done = fresh.run(script)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from data import level_samples
 from fastdata import CachedDataset, DataLoader, FastDataWarning
 from fastdata.pixels.core import library
+from fresh import Interpreters
 
 CORE = Path(library.__file__).parent
 LIBRARIES = sorted(CORE.glob(f"core-level*{library.ENDING}"))
@@ -117,10 +117,8 @@ def test_a_damaged_library_is_an_obstacle(tmp_path: Path) -> None:
         library.open_library(tmp_path)
 
 
-def test_importing_opens_no_library() -> None:
+def test_importing_opens_no_library(fresh: Interpreters) -> None:
     """`import fastdata` loads the core of no level."""
     code = "import fastdata; from fastdata.pixels.core import library; print(library.load.cache_info().currsize)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "0\n"
+    done = fresh.run(code)
+    assert done.stdout == "0\n", done.stderr

@@ -6,11 +6,9 @@ import ast
 import builtins
 import gc
 import importlib
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from typing import Any
 import pytest
 
 import fastdata
+from children import run_elsewhere, run_script
 from fastdata import errors
 from fastdata.tools.__main__ import main
 
@@ -173,13 +172,9 @@ def given(code: str) -> str:
 def run_as_rank(code: str, place: Path) -> None:
     """Run the code in the environment that torchrun gives the only rank of a run."""
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    rank["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    )
-    code = f"from torchvision_ops import import_torchvision\nimport_torchvision()\n{code}"
-    subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | rank, cwd=place, check=True, timeout=100
-    )
+    (place / "rank.py").write_text(code)
+    done = run_elsewhere(place, run_script, rank, "rank.py")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("block", blocks("bash"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 import types
 import warnings
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from fastdata.machine.budget import Budget
 from fastdata.report import as_text
 from fastdata.tools.doctor import Check, examine_machine, report_lines
+from fresh import RUN_COMMAND, Interpreters
 
 MIB = 1 << 20
 
@@ -178,17 +177,11 @@ def test_a_report_is_aligned() -> None:
     )
 
 
-def narrow() -> None:
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no CPU affinities")
-def test_the_command_sees_its_own_process() -> None:
+def test_the_command_sees_its_own_process(fresh: Interpreters) -> None:
     """``python -m fastdata.tools doctor`` sees the cores it was given, and prints no traceback."""
-    words = [sys.executable, "-m", "fastdata.tools", "doctor"]
-    done = subprocess.run(
-        words, capture_output=True, text=True, preexec_fn=narrow, check=False, timeout=60
-    )
+    narrow = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+    done = fresh.run(f"{narrow}\n{RUN_COMMAND}", "doctor")
     assert "cores          1" in done.stdout
     assert done.stderr == ""
     assert done.returncode in (0, 1)

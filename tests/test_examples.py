@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
 import socket
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -19,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from children import Done, run_elsewhere, run_script
+from children import Done, launch_script, run_elsewhere, run_script
 
 pytest.importorskip("torchvision")
 
@@ -31,13 +29,6 @@ NEEDS = {
     "accelerate_train": "accelerate",
     "trainer_train": "transformers",
 }
-TWO_RANKS = [
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--local-addr=localhost",
-    "--nproc-per-node=2",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -131,18 +122,20 @@ def test_train_dataparallel_trains_with_what_there_is(capsys: pytest.CaptureFixt
 )
 def test_train_ddp_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """Two ranks train an epoch, each its half, and one process alone goes on with the next one."""
-    checkpoint = str(tmp_path / "checkpoint.pt")
-    script = [*_with_torchvision(tmp_path, EXAMPLES / "train_ddp.py"), "--resume", checkpoint]
-    first = _run_python(tmp_path, *TWO_RANKS, *script, "--epochs", "1")
-    assert [line.split(":")[0] for line in first if "loss" in line] == ["epoch 1"]
-    assert "7  100 samples" in "\n".join(first)
-    alone = {"TMPDIR": str(tmp_path)}
-    again = (str(EXAMPLES / "train_ddp.py"), "--resume", checkpoint, "--epochs", "2")
-    then = run_elsewhere(tmp_path, run_script, alone, *again)
+    script = (str(EXAMPLES / "train_ddp.py"), "--resume", str(tmp_path / "checkpoint.pt"))
+    variables = {"TMPDIR": str(tmp_path)}
+    first = run_elsewhere(tmp_path, launch_script, 2, variables, *script, "--epochs", "1")
+    assert first.returncode == 0, first.stderr
+    assert epochs_with_a_loss(first.stdout) == ["epoch 1"]
+    assert "7  100 samples" in first.stdout
+    then = run_elsewhere(tmp_path, run_script, variables, *script, "--epochs", "2")
     assert then.returncode == 0, then.stderr
-    printed = [line.split(":")[0] for line in then.stdout.splitlines() if "loss" in line]
-    assert printed == ["epoch 2"]
+    assert epochs_with_a_loss(then.stdout) == ["epoch 2"]
     assert "13  200 samples" in then.stdout
+
+
+def epochs_with_a_loss(printed: str) -> list[str]:
+    return [line.split(":")[0] for line in printed.splitlines() if "loss" in line]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PORTS.glob("*.py")))
@@ -200,38 +193,6 @@ def applied(script: str, diff: str) -> str:
     return "".join([*after, *before[done:]])
 
 
-def _with_torchvision(folder: Path, script: Path) -> list[str]:
-    """The arguments that run a script where torchvision's compiled operators do not load, too.
-
-    A process group is kept until the process ends: torch's destructor waits, with the GIL, for a thread that may want
-    the GIL.
-    """
-    starter = folder / "run.py"
-    starter.write_text(
-        """
-import os, runpy, sys
-import torch.distributed as dist
-from torchvision_ops import import_torchvision
-
-def destroy_process_group():
-    kept.append(dist.group.WORLD)
-    destroy()
-
-kept = []
-destroy = dist.destroy_process_group
-dist.destroy_process_group = destroy_process_group
-import_torchvision()
-sys.argv.pop(0)
-runpy.run_path(sys.argv[0], run_name="__main__")
-if kept:
-    sys.stdout.flush()
-    os._exit(0)
-""",
-        "utf-8",
-    )
-    return [str(starter), str(script)]
-
-
 def _run_two_ranks(folder: Path, script: Path, *arguments: str) -> list[str]:
     """Run a script in two processes that have torch, with the environment that torchrun gives them."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -250,22 +211,3 @@ def _run_two_ranks(folder: Path, script: Path, *arguments: str) -> list[str]:
     for done in ranks:
         assert done.returncode == 0, done.stderr
     return [line for done in ranks for line in done.stdout.splitlines()]
-
-
-def _run_python(temporary: Path, *arguments: str) -> list[str]:
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])
-    environment = os.environ | {
-        "PYTHONPATH": path,
-        "TMPDIR": str(temporary),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()

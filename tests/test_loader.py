@@ -35,6 +35,7 @@ from conftest import shown
 from data import Stream, level_samples
 from fastdata import CachedDataset, DataLoader, FastDataWarning, Views, collate
 from fastdata.machine import limits
+from fresh import Interpreters
 
 AUGMENT = v1.Compose(
     [v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)]
@@ -800,8 +801,7 @@ def test_known_collate_functions_are_not_checked_for_draws(
     assert [labels.tolist() for _, labels in loader] == [[*range(23)]]
 
 
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_in_the_loop_leaves_at_once() -> None:
+def test_ctrl_c_in_the_loop_leaves_at_once(fresh: Interpreters) -> None:
     """KeyboardInterrupt ends a process with reader threads, and only the interrupt is printed."""
     script = """
         import os, signal, torch
@@ -810,8 +810,7 @@ def test_ctrl_c_in_the_loop_leaves_at_once() -> None:
         for images, labels in DataLoader(dataset, batch_size=2, num_workers=2):
             os.kill(os.getpid(), signal.SIGINT)
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = fresh.run(script)
     assert done.stderr.strip().splitlines()[-1] == "KeyboardInterrupt"
     assert done.returncode != 0
 

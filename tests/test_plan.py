@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections import UserList
 from typing import Any
 
@@ -21,6 +20,7 @@ from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.resize import Resize
 from fastdata.pixels.split import leading_transforms
 from fastdata.pixels.transform_keys import describe_transforms
+from fresh import Interpreters
 
 NORM = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
@@ -691,12 +691,8 @@ def test_plan_pickles() -> None:
     assert again.batch_ops == plan.batch_ops
 
 
-def test_torchvision_is_not_imported_by_the_package() -> None:
+def test_torchvision_is_not_imported_by_the_package(fresh: Interpreters) -> None:
     """In a fresh interpreter the plan module does not bring torchvision in."""
-    import subprocess
-
     code = "import sys, fastdata.pixels.program; print('torchvision' in sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "False"
+    done = fresh.run(code)
+    assert done.stdout == "False\n", done.stderr

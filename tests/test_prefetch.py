@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import types
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastdata import CudaPrefetcher, FastDataWarning
 from fastdata.loaders import pinned
+from fresh import Interpreters
 from simcuda import Sim, SimThread
 
 CUDA = torch.device("cuda", 0)
@@ -474,7 +474,7 @@ def test_a_forked_process_cannot_go_on_with_an_iterator(gpu: Sim) -> None:
     assert [number for _, number in batches] == [1, 2, 3, 4, 5]
 
 
-def test_the_interpreter_ends_with_a_live_iterator() -> None:
+def test_the_interpreter_ends_with_a_live_iterator(fresh: Interpreters) -> None:
     """A script that stops in the middle of an epoch ends without any output."""
     code = """
 import atexit
@@ -490,10 +490,8 @@ next(batches)
 """
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = fresh.run(code, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # What is pinned

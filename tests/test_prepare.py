@@ -9,9 +9,7 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
-import textwrap
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -27,6 +25,7 @@ from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleEr
 from fastdata.machine import limits
 from fastdata.pixels.samples import SampleSpec
 from fastdata.stores.writer import Writer, WriterPlan
+from fresh import Interpreters
 
 PARENT = os.getpid()
 
@@ -285,27 +284,22 @@ SCRIPT = """
 """
 
 
-@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(
     "kill", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name
 )
-def test_no_worker_survives_its_parent(kill: signal.Signals) -> None:
+def test_no_worker_survives_its_parent(kill: signal.Signals, fresh: Interpreters) -> None:
     """Ctrl-C, SIGTERM and kill -9 of the parent end every worker."""
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"begin\n"
+    with (
+        tempfile.TemporaryFile() as errors,
+        fresh.piped(SCRIPT, stderr=errors.fileno()) as (process, output),
+    ):
+        assert output.readline() == b"begin\n"
         workers = _children(process.pid, 2)
         if kill is signal.SIGINT:
             os.killpg(process.pid, kill)  # as a terminal does
         else:
-            process.send_signal(kill)
-        try:
-            process.communicate(timeout=60)
-        finally:
-            process.kill()
+            os.kill(process.pid, kill)
+        process.wait(60)
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert alive == []
 
@@ -316,8 +310,7 @@ def _children(pid: int, count: int) -> list[psutil.Process]:
     return children
 
 
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
+def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost(fresh: Interpreters) -> None:
     """An interrupt during a fork is raised once all workers are forked, and none survives."""
     script = """
         import os, signal
@@ -326,7 +319,7 @@ def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
         os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
         CachedDataset([(np.zeros(3, np.uint8), 0)] * 1000, prepare_workers=2)
     """
-    done = _run(script, check=False)
+    done = fresh.run(script)
     assert done.returncode == -signal.SIGINT
     assert "ignored" not in done.stderr
     assert done.stderr.strip().endswith("KeyboardInterrupt")
@@ -373,7 +366,7 @@ def test_no_worker_stays_where_a_thread_cannot_be_started(monkeypatch: pytest.Mo
         cached(dense(100))
 
 
-def test_a_daemonic_process_prepares_by_itself() -> None:
+def test_a_daemonic_process_prepares_by_itself(fresh: Interpreters) -> None:
     """If no process may be forked, as in a DataLoader worker, one thread runs the user's code."""
     script = """
         import multiprocessing, os, threading
@@ -403,12 +396,8 @@ def test_a_daemonic_process_prepares_by_itself() -> None:
         process.join()
         raise SystemExit(process.exitcode)
     """
-    _run(script, check=True)
-
-
-def _run(script: str, *, check: bool) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=check)
+    done = fresh.run(script)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True])

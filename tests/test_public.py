@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import fastdata
+from fresh import Interpreters
 
 NAMES = {
     "AlternatingFlip",
@@ -32,11 +31,9 @@ NAMES = {
 }
 
 
-def in_fresh_interpreter(code: str) -> str:
+def output_of(fresh: Interpreters, code: str) -> str:
     """Return the output of ``code`` in a new interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = fresh.run(code)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -95,15 +92,12 @@ def test_the_version_is_the_installed_one() -> None:
         fastdata.ImageFolders  # noqa: B018
 
 
-def test_child_processes_import_the_same_package() -> None:
+def test_child_processes_import_the_same_package(fresh: Interpreters) -> None:
     """A child of the tests imports the installed package that they test, wherever pytest was started."""
-    assert (
-        in_fresh_interpreter("import fastdata; print(fastdata.__file__)")
-        == f"{fastdata.__file__}\n"
-    )
+    assert output_of(fresh, "import fastdata; print(fastdata.__file__)") == f"{fastdata.__file__}\n"
 
 
-def test_importing_does_no_work() -> None:
+def test_importing_does_no_work(fresh: Interpreters) -> None:
     """The import starts no thread or process and loads neither torchvision nor matplotlib."""
     code = """
 import sys, threading, multiprocessing
@@ -111,10 +105,10 @@ import fastdata
 print(threading.active_count(), len(multiprocessing.active_children()))
 print([name for name in ("torchvision", "matplotlib") if name in sys.modules])
 """
-    assert in_fresh_interpreter(code) == "1 0\n[]\n"
+    assert output_of(fresh, code) == "1 0\n[]\n"
 
 
-def test_importing_loads_what_all_scripts_need() -> None:
+def test_importing_loads_what_all_scripts_need(fresh: Interpreters) -> None:
     """The modules of caches, codecs and ChunkedLoader, and optional libraries, are loaded only when used."""
     code = """
 import sys, torch
@@ -124,10 +118,10 @@ names = "PIL filelock lz4 psutil zstandard fastdata.stores.cache fastdata.loader
 names += " fastdata.tools.tune"
 print([name for name in names.split() if name in sys.modules.keys() - before])
 """
-    assert in_fresh_interpreter(code) == "[]\n"
+    assert output_of(fresh, code) == "[]\n"
 
 
-def test_names_that_wait_are_found() -> None:
+def test_names_that_wait_are_found(fresh: Interpreters) -> None:
     """``dir`` and ``import *`` find public names before they are loaded; other names are an AttributeError."""
     code = """
 import fastdata
@@ -135,10 +129,10 @@ print(set(fastdata.__all__) <= set(dir(fastdata)), hasattr(fastdata, "ChunkedLoa
 from fastdata import *
 print(ChunkedLoader is fastdata.ChunkedLoader)
 """
-    assert in_fresh_interpreter(code) == "True False\nTrue\n"
+    assert output_of(fresh, code) == "True False\nTrue\n"
 
 
-def test_importing_leaves_torch_as_it_was() -> None:
+def test_importing_leaves_torch_as_it_was(fresh: Interpreters) -> None:
     """The import does not change thread counts, random state and CUDA."""
     code = """
 import torch
@@ -148,4 +142,4 @@ import fastdata
 after = torch.get_num_threads(), torch.get_num_interop_threads(), torch.initial_seed(), torch.cuda.is_initialized()
 print(before == after, torch.equal(state, torch.get_rng_state()))
 """
-    assert in_fresh_interpreter(code) == "True True\n"
+    assert output_of(fresh, code) == "True True\n"

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from fastdata import CachedDataset, FastDataWarning, ImageFolder
 from fastdata.errors import SampleError
 from fastdata.machine import ranks
 from fastdata.machine.ranks import Rank, find_rank, find_run, local_ranks
+from fresh import Interpreters
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="ranks meet on Linux only"
@@ -536,10 +536,11 @@ print(inode, "parent" if f"prepared with rank 0 (process {os.getppid()})" in dat
 """
 
 
-def test_ranks_that_a_rank_starts_share_what_it_has_prepared(images: Path) -> None:
+def test_ranks_that_a_rank_starts_share_what_it_has_prepared(
+    images: Path, fresh: Interpreters
+) -> None:
     """As with Lightning, the first rank makes the dataset before it starts the others, which attach to it."""
-    command = [sys.executable, "-c", PARENT, str(images), CHILD]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    found = fresh.run(PARENT, str(images), CHILD)
     assert found.stdout.split()[0] == "True", found.stdout + found.stderr
 
 

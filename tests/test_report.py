@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from torch.utils.data import TensorDataset
 from conftest import shown
 from fastdata import CachedDataset, DataLoader
 from fastdata.report import EpochReport, progress_bar
+from fresh import Interpreters
 
 
 def test_the_fields_are_stable() -> None:
@@ -155,17 +154,19 @@ def test_a_file_gets_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_a_user_can_hide_bars() -> None:
+def test_a_user_can_hide_bars(fresh: Interpreters) -> None:
     """``TQDM_DISABLE=1`` works in a terminal too."""
-    code = "import sys; sys.stderr.isatty = lambda: True\n"
-    code += "from fastdata.report import progress_bar; progress_bar(3, 'three').close()"
+    code = """
+        import sys
+        sys.stderr.isatty = lambda: True
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tqdm"]:
+            del sys.modules[name]  # torch has imported it, before the variable was set
+        from fastdata.report import progress_bar
+        progress_bar(3, "three").close()
+    """
     for variables in ({}, {"TQDM_DISABLE": "1"}):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | variables,
-            capture_output=True,
-            check=True,
-        )
+        done = fresh.run(code, env=os.environ | variables)
+        assert done.returncode == 0, done.stderr
         assert bool(done.stderr) == (not variables)
 
 

@@ -8,7 +8,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from fastdata.sources.remote import Place
 from fastdata.stores.cache import INDEX, Cache
 from fastdata.stores.shards import samples_per_shard
 from fastdata.tools.__main__ import main
+from fresh import Interpreters
 
 Folder = Callable[..., Path]
 FOUR = 4 * 3 * 7 * 9
@@ -473,13 +473,14 @@ for url in ("local://far", "near"):
 """
 
 
-def test_shards_go_to_a_url(image_folder: Folder) -> None:
+def test_shards_go_to_a_url(image_folder: Folder, fresh: Interpreters) -> None:
     """The files equal those in a folder; no file contains storage_options."""
     home = image_folder(classes=("a",), per_class=12, size=(12, 10)).parent
     for name in ("far", "near"):
         (home / name).mkdir()
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{REMOTE}"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50, cwd=home)
+    done = fresh.run(code, cwd=home)
+    assert done.returncode == 0, done.stderr
     far, near = (
         {path.name: path.read_bytes() for path in (home / it).glob("*/*") if path.is_file()}
         for it in ("far", "near")

@@ -11,7 +11,6 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
 import sys
 import threading
 from contextlib import closing
@@ -27,6 +26,7 @@ from conftest import shown
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine.blocks import ArrayBlock, Block
 from fastdata.machine.tables import SampleTable
+from fresh import Interpreters
 
 KINDS = pytest.mark.parametrize("portable", [False, True], ids=["memfd", "file"])
 
@@ -163,11 +163,11 @@ def test_arrays_outlive_a_closed_block() -> None:
         pickle.dumps(block)
 
 
-def test_a_handle_of_an_ended_process_is_refused() -> None:
+def test_a_handle_of_an_ended_process_is_refused(fresh: Interpreters) -> None:
     """Opening a block of an ended process raises an error that says so."""
-    script = "import pickle, sys; from fastdata.machine.blocks import Block; k = Block.create(4); "
-    script += "sys.stdout.buffer.write(pickle.dumps(k))"
-    handle = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout
+    script = "import pickle; from fastdata.machine.blocks import Block; k = Block.create(4); "
+    script += "print(pickle.dumps(k).hex())"
+    handle = bytes.fromhex(fresh.run(script).stdout)
     with pytest.raises(
         StoreGoneError, match=r"process \d+, which held .*, has ended\. .*cache_dir="
     ):
@@ -241,7 +241,7 @@ def test_a_block_that_cannot_be_mapped_says_so() -> None:
 
 
 def test_a_file_left_by_a_killed_process_is_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: Interpreters
 ) -> None:
     """The next portable block removes the file of a creator that was killed, but none of a running one."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -250,14 +250,14 @@ def test_a_file_left_by_a_killed_process_is_swept(
         "import os, sys, fastdata.machine.blocks as b; k = b.Block.create(4, portable=True); print('made', flush=True);"
         "sys.stdin.read()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"made\n"
+    reader, writer = os.pipe()
+    with open(reader) as empty, fresh.piped(script, stdin=empty.fileno()) as (process, output):
+        assert output.readline() == b"made\n"
         with closing(Block.create(4, portable=True)):
             assert len(list(tmp_path.iterdir())) == 2
-        process.send_signal(signal.SIGKILL)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(60)
+    os.close(writer)
     assert len(list(tmp_path.iterdir())) == 1
     Block.create(4, portable=True).close()
     assert list(tmp_path.iterdir()) == []

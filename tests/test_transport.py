@@ -9,10 +9,8 @@ import os
 import pickle
 import select
 import signal
-import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import warnings
 import weakref
@@ -48,6 +46,7 @@ from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, Sam
 from fastdata.datasets.transport import WorkerRing
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine.blocks import Block
+from fresh import Interpreters
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="blocks without a name need Linux"
@@ -719,7 +718,7 @@ def test_a_worker_that_is_a_thread_gets_the_batch_itself(monkeypatch: pytest.Mon
     assert labels.tolist() == [0, 1]
 
 
-def test_a_torch_without_these_names_is_imported() -> None:
+def test_a_torch_without_these_names_is_imported(fresh: Interpreters) -> None:
     """Fastdata can be imported if torch's worker loop and its watchdog have other names."""
     script = """
         from torch.utils.data._utils import worker
@@ -727,9 +726,8 @@ def test_a_torch_without_these_names_is_imported() -> None:
         from fastdata import DataLoader
         assert [batch.tolist() for batch in DataLoader(range(3), batch_size=2)] == [[0, 1], [2]]
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert not done.stderr
+    done = fresh.run(script)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 class Stream(IterableDataset[Any]):
@@ -918,7 +916,7 @@ def test_receivers_are_forgotten_with_their_collate_function() -> None:
 
 
 @pytest.mark.parametrize("when", ["forked", "worker_init_fn"])
-def test_a_worker_whose_parent_is_killed_as_it_begins_ends(when: str) -> None:
+def test_a_worker_whose_parent_is_killed_as_it_begins_ends(when: str, fresh: Interpreters) -> None:
     """Torch's watchdog starts later, and would take the process that adopts the worker for its parent."""
     code = """
 import os, signal, sys, time
@@ -942,12 +940,7 @@ for _ in DataLoader([torch.zeros(2)] * 4, **options):
 """
     reader, writer = os.pipe()
     with open(reader, "rb", buffering=0) as told:
-        subprocess.run(
-            [sys.executable, "-c", code, str(writer), when],
-            pass_fds=[writer],
-            check=False,
-            timeout=100,
-        )
+        fresh.run(code, str(writer), when, pass_fds=[writer])
         os.close(writer)
         worker = int(told.read(20))
         try:
