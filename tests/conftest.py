@@ -22,6 +22,7 @@ import fastdata
 from data import save_image
 from fresh import Interpreters
 from leftovers import Holdings, wait_for_none
+from levels import Levels, lower_levels
 from simcuda import Sim
 from torchvision_ops import import_torchvision
 
@@ -167,6 +168,21 @@ def no_leftovers() -> Iterator[None]:
     left = wait_for_none(before)
     if left:
         pytest.fail("left behind by the test:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def lower_cores(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The libraries of the levels of instruction set below the one that is used."""
+    return lower_levels(tmp_path_factory.mktemp("levels"))
+
+
+@pytest.fixture
+def levels_agree(lower_cores: list[Any]) -> Iterator[Levels]:
+    """Each call of the core in this process is repeated by all lower levels, which must give the same bytes."""
+    levels = Levels(lower_cores)
+    levels.install()
+    yield levels
+    levels.uninstall()
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from fastdata.pixels.core.calls import Blending, CoreError, describe_output
 from fastdata.pixels.core.library import load
 from fastdata.pixels.steps import Step, compile_table, flatten_steps
 
+pytestmark = pytest.mark.usefixtures("levels_agree")  # pixels of all levels of instruction sets
+
 COUNT = 6
 SHARES = torch.rand(COUNT, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 BOXES = torch.tensor(

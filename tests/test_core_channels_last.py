@@ -26,6 +26,8 @@ from fastdata import (
 from fastdata.pixels.program import Program
 from test_transforms import images
 
+pytestmark = pytest.mark.usefixtures("levels_agree")  # pixels of all levels of instruction sets
+
 LAST = torch.channels_last
 DTYPES = [torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64]
 ENGINES: list[dict[str, Any]] = [

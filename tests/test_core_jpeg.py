@@ -27,9 +27,12 @@ from fastdata.pixels.samples import SampleSpec, addresses_of
 from fastdata.pixels.steps import Step
 from test_core_programs import FILTERS, GEOMETRY, SIDES
 
-pytestmark = pytest.mark.skipif(
-    open_libjpeg()[0] is None, reason="Pillow is linked to no shared libjpeg-turbo"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        open_libjpeg()[0] is None, reason="Pillow is linked to no shared libjpeg-turbo"
+    ),
+    pytest.mark.usefixtures("levels_agree"),  # pixels of all levels of instruction sets
+]
 
 FUZZ = int(os.environ.get("FASTDATA_FUZZ", "400"))
 SAMPLINGS = {

@@ -15,6 +15,8 @@ from fastdata.pixels.program import Program
 from fastdata.pixels.samples import addresses_of
 from test_transforms import images as make_images
 
+pytestmark = pytest.mark.usefixtures("levels_agree")  # pixels of all levels of instruction sets
+
 SIDE_PX, CROP_PX, BATCH, GUARD = 9, 6, 4, 170
 STEPS: dict[str, list[Any]] = {
     "uint8": [v1.RandomCrop(CROP_PX), v1.RandomHorizontalFlip(), v1.PILToTensor()],

@@ -20,6 +20,8 @@ from fastdata.pixels.program import Program
 from test_steps import LEVELS
 from test_transforms import EPOCH, SEED, reference, to_form
 
+pytestmark = pytest.mark.usefixtures("levels_agree")  # pixels of all levels of instruction sets
+
 SIDES = (1, 2, 3, 5, 8, 15, 16, 17, 33, 63, 64, 65, 100, 131)
 MODES = ("constant", "edge", "reflect", "symmetric")
 FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")

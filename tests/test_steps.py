@@ -32,6 +32,8 @@ from fastdata.pixels.readers import READERS
 from fastdata.pixels.steps import child
 from test_transforms import EPOCH, SEED, images, reference, to_array, to_form
 
+pytestmark = pytest.mark.usefixtures("levels_agree")  # pixels of all levels of instruction sets
+
 APIS = {"v1": v1, "v2": v2}
 BILINEAR, BICUBIC, NEAREST = (
     v1.InterpolationMode(name) for name in ("bilinear", "bicubic", "nearest")
