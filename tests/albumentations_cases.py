@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from data import ArrayStore
-from fastdata import plan_transform
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import Form, from_stored, to_stored
+from fastdata.pixels.split import split_transform
 from fastdata.pixels.state import State
 from fastdata.pixels.steps import Step
 
@@ -57,7 +57,7 @@ class Served:
 
     def __init__(self, transform: Any, like: np.ndarray) -> None:
         planes, self.form = to_stored(like)
-        plan = plan_transform(transform, form=self.form, channels=len(planes), prepared=0)
+        plan = split_transform(transform, form=self.form, channels=len(planes), prepared=0)
         assert not plan.per_sample, plan.obstacle
         self.kind: Form = plan.kind
         self.steps = plan.batch_ops
@@ -103,7 +103,7 @@ def normal_numbers(at: int, index: int, shape: tuple[int, int]) -> np.ndarray:
 def refusal_of(transform: Any, channels: int = 3) -> str:
     """Return why a transform is not served; empty if it is."""
     state = State(kind="hw" if channels == 1 else "hwc", channels=channels)
-    plan = plan_transform(transform, form=state.kind, channels=channels, prepared=0)
+    plan = split_transform(transform, form=state.kind, channels=channels, prepared=0)
     return plan.obstacle or ""
 
 

@@ -15,15 +15,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 from torchvision.transforms import v2
 
 from data import ArrayStore, Stream
-from fastdata import (
-    CachedDataset,
-    CudaPrefetcher,
-    DataLoader,
-    ImageFolder,
-    RingCollate,
-    plan_transform,
-)
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, ImageFolder, RingCollate
 from fastdata.pixels.program import Program
+from fastdata.pixels.split import split_transform
 from test_transforms import images
 
 pytestmark = pytest.mark.usefixtures("levels_agree")  # pixels of all levels of instruction sets
@@ -92,7 +86,7 @@ def test_the_core_writes_channels_last(dtype: torch.dtype, channels: int) -> Non
     for width in (1, 5, 40, 5000):
         store = ArrayStore(images(3, (12, width), channels=channels), "tensor")
         steps = (v2.RandomHorizontalFlip(), v2.RandomVerticalFlip(), *ends)
-        plan = plan_transform(steps, form="tensor", channels=channels, prepared=0)
+        plan = split_transform(steps, form="tensor", channels=channels, prepared=0)
         program = Program(plan.batch_ops, store.spec)
         output = program.output(store.spec.shape)
         assert output is not None

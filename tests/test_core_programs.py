@@ -15,8 +15,9 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from data import ArrayStore
-from fastdata import CachedDataset, DataLoader, plan_transform
+from fastdata import CachedDataset, DataLoader
 from fastdata.pixels.program import Program
+from fastdata.pixels.split import split_transform
 from test_steps import LEVELS
 from test_transforms import EPOCH, SEED, reference, to_form
 
@@ -100,7 +101,7 @@ def test_random_programs(api: str, form: str, number: int) -> None:
         program_steps = tuple(steps[name](v1 if api == "v1" else v2, pick) for name in names)
         shapes = [(channels, pick(*SIDES), pick(*SIDES)) for _ in range(2)]
         store = ArrayStore([rng.integers(0, 256, shape, np.uint8) for shape in shapes], form)
-        plan = plan_transform(program_steps, form=store.spec.form, channels=channels, prepared=0)
+        plan = split_transform(program_steps, form=store.spec.form, channels=channels, prepared=0)
         assert not plan.per_sample, plan.obstacle
         program = Program(plan.batch_ops, store.spec)
         is_exact = not DRAWN & {*names} and all(LEVELS[name, api, form] == 0 for name in names)

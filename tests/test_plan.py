@@ -18,7 +18,7 @@ from torchvision.transforms._presets import ImageClassification
 from fastdata import Views, plan_transform
 from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.resize import Resize
-from fastdata.pixels.split import leading_transforms
+from fastdata.pixels.split import leading_transforms, split_transform
 from fastdata.pixels.transform_keys import describe_transforms
 from fresh import Interpreters
 
@@ -125,7 +125,7 @@ def test_known_steps_behind_an_unknown_one_are_batch_ops_again() -> None:
         2,
     )
     assert plan_transform(v1.Compose([v1.ToTensor(), MyFlip(), v1.Normalize(*NORM)])).last is None
-    assert plan_transform(v1.Compose([MyFlip(), *behind]), obstacle="batch_ops=False").last is None
+    assert split_transform(v1.Compose([MyFlip(), *behind]), obstacle="batch_ops=False").last is None
 
 
 class Reference:
@@ -388,7 +388,7 @@ def test_the_transform_of_weights_is_seen_through() -> None:
     )
     assert plan_transform(preset).prepare[0] is plan.prepare[0]
     stepwise = v1.Compose(
-        [*plan.prepare, *plan_transform(preset, obstacle="batch_ops=False").per_sample]
+        [*plan.prepare, *split_transform(preset, obstacle="batch_ops=False").per_sample]
     )
     assert torch.equal(stepwise(image(9, 12)), preset(image(9, 12)))
 
@@ -531,7 +531,7 @@ def test_commuting_geometry_after_conversion_is_known() -> None:
 def test_an_obstacle_leaves_the_rest_as_written() -> None:
     """With an obstacle everything after the prepare part runs as written."""
     steps = [v1.Resize(4), v1.RandomHorizontalFlip(), v1.ToTensor()]
-    plan = plan_transform(v1.Compose(steps), obstacle="batch_ops=False")
+    plan = split_transform(v1.Compose(steps), obstacle="batch_ops=False")
     assert parts(plan) == (["Resize"], [], ["RandomHorizontalFlip", "ToTensor"])
     assert "batch_ops=False" in str(plan)
 
@@ -539,12 +539,12 @@ def test_an_obstacle_leaves_the_rest_as_written() -> None:
 def test_prepared_by_others() -> None:
     """With prepared=0 deterministic steps at the front are batch ops."""
     crop = v1.Compose([v1.CenterCrop(3), v1.RandomHorizontalFlip()])
-    assert parts(plan_transform(crop, prepared=0)) == (
+    assert parts(split_transform(crop, prepared=0)) == (
         [],
         ["CenterCrop", "RandomHorizontalFlip"],
         [],
     )
-    resize = plan_transform(v1.Compose([v1.Resize(4), v1.ToTensor()]), prepared=0)
+    resize = split_transform(v1.Compose([v1.Resize(4), v1.ToTensor()]), prepared=0)
     assert parts(resize) == ([], ["Resize", "ToTensor"], [])
     assert resize.kind == "tensor"
     assert resize.prepare == ()
@@ -553,23 +553,23 @@ def test_prepared_by_others() -> None:
 def test_forms_that_batch_ops_do_not_know() -> None:
     """Arrays and samples that are not uint8 go through the user's own objects; bare they are batched as they are."""
     flip = v2.RandomHorizontalFlip()
-    assert plan_transform(flip, form="array").per_sample == (flip,)
-    assert plan_transform(flip, form="tensor", dtype="float32").per_sample == (flip,)
-    assert plan_transform(flip, form="tensor").is_batched
-    assert plan_transform(None, form="array").is_batched
-    assert plan_transform(None, form="array").kind == "array"
-    assert plan_transform(v2.RandomResizedCrop(3), form="mask").obstacle is not None
+    assert split_transform(flip, form="array").per_sample == (flip,)
+    assert split_transform(flip, form="tensor", dtype="float32").per_sample == (flip,)
+    assert split_transform(flip, form="tensor").is_batched
+    assert split_transform(None, form="array").is_batched
+    assert split_transform(None, form="array").kind == "array"
+    assert split_transform(v2.RandomResizedCrop(3), form="mask").obstacle is not None
     assert "gets samples of a kind that batch ops do not support" in str(
-        plan_transform(v1.RandomHorizontalFlip(), form="mask")
+        split_transform(v1.RandomHorizontalFlip(), form="mask")
     )
-    assert not plan_transform(None, form="pil").is_batched
+    assert not split_transform(None, form="pil").is_batched
 
 
 def test_plan_is_the_same_for_the_source_and_for_the_store() -> None:
     """The prepare part is the same for the form before it and for the form after it."""
     transform = v2.Compose([v2.ToImage(), v2.Resize(4), v2.RandomHorizontalFlip()])
-    assert str(plan_transform(transform, form="pil")) == str(
-        plan_transform(transform, form="tensor")
+    assert str(split_transform(transform, form="pil")) == str(
+        split_transform(transform, form="tensor")
     )
 
 
@@ -599,7 +599,7 @@ def test_sizes_may_be_the_lists_of_a_config() -> None:
 def test_erasing_with_more_values_than_the_core_holds_runs_as_written() -> None:
     """Images may have more channels than the core has room for values."""
     step = v1.RandomErasing(value=(1.0, 2.0, 3.0, 4.0, 5.0))
-    plan = plan_transform(v1.Compose([step]), form="tensor", channels=5)
+    plan = split_transform(v1.Compose([step]), form="tensor", channels=5)
     assert plan.per_sample == (step,)
     assert "erases with more than 4 values" in (plan.obstacle or "")
 

@@ -19,11 +19,11 @@ from torchvision.transforms import v2
 
 from conftest import shown
 from data import ArrayStore
-from fastdata import plan_transform
 from fastdata.loaders.floats import Form, ToFloats
 from fastdata.loaders.window import Window, window_obstacle
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec
+from fastdata.pixels.split import split_transform
 from test_transforms import (
     EPOCH,
     NORM,
@@ -113,7 +113,7 @@ class Ops:
     def __init__(self, steps: Steps, store: ArrayStore) -> None:
         if store.spec.form == "pil" and not any("To" in type(step).__name__ for step in steps):
             steps = [*steps, v1.PILToTensor()]  # steps that end with a tensor
-        plan = plan_transform(
+        plan = split_transform(
             v1.Compose(list(steps)), form=store.spec.form, channels=store.samples[0].shape[0]
         )
         assert not plan.per_sample, plan.obstacle
@@ -270,7 +270,7 @@ def test_half_floats_are_rounded_once(device: torch.device, dtype: torch.dtype) 
 def conversion(dtype: torch.dtype, form: Form, mean: Sequence[float] = NORM[0]) -> ToFloats:
     """The last step of a dataset that serves normalised floats of a dtype, for a prefetcher."""
     steps = [v2.ToImage(), v2.ToDtype(dtype, scale=True), v2.Normalize(mean, NORM[1])]
-    plan = plan_transform(v2.Compose(steps), form="pil", channels=3)
+    plan = split_transform(v2.Compose(steps), form="pil", channels=3)
     return ToFloats(plan.batch_ops[-1], form)
 
 
@@ -313,7 +313,7 @@ def test_floats_that_would_be_rounded_twice_are_cast_afterwards() -> None:
 def test_scaled_values_are_divided_into_the_form_that_is_served(device: torch.device) -> None:
     """Without ``Normalize`` the division is the one pass, and bit-equal."""
     pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).to(device)
-    [cast] = plan_transform(v1.Compose([v1.ToTensor()]), form="pil", channels=1).batch_ops
+    [cast] = split_transform(v1.Compose([v1.ToTensor()]), form="pil", channels=1).batch_ops
     made = ToFloats(cast, Form(torch.bfloat16))(pixels)
     assert torch.equal(made, ToFloats(cast)(pixels).bfloat16())
     assert torch.equal(made.cpu(), (pixels.cpu() / 255).bfloat16())
@@ -499,6 +499,6 @@ def test_no_host_synchronisation_on_a_gpu() -> None:
 )
 def test_obstacles(steps: list[Any], spec: dict[str, Any], reason: str) -> None:
     """What a store on the device is not cut by is said."""
-    plan = plan_transform(v1.Compose(steps), form="pil")
+    plan = split_transform(v1.Compose(steps), form="pil")
     stored = SampleSpec(**{"dtype": "uint8", "form": "pil", **spec})
     assert re.search(reason, window_obstacle(plan, stored))

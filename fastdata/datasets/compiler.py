@@ -20,7 +20,7 @@ from fastdata.pixels.own_transforms import AlbumentationsPair, AlbumentationsTra
 from fastdata.pixels.plan import PairTransform, Transform, TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec
-from fastdata.pixels.split import plan_pairs, plan_transform, split_upright
+from fastdata.pixels.split import plan_pairs, split_transform, split_upright
 from fastdata.pixels.transform_keys import describe_transforms
 from fastdata.stores.kept import KeptSamples
 from fastdata.stores.preparer import Steps
@@ -130,7 +130,7 @@ def _compile_kept(stored: Stored, kept: KeptSamples, transform: Transform | None
         obstacle = obstacle or f"samples have {dimensions} dimensions"
     after = stored.after
     assert after is not None
-    plan = plan_transform(
+    plan = split_transform(
         transform,
         prepared=after.count,
         form=store.spec.form,
@@ -160,7 +160,7 @@ def _compile_files(stored: Stored, transform: Transform | None) -> Compiled | No
     if opening is None or opening.channels is None or library.obstacle() is not None:
         return None
     is_upright, steps = split_upright((*stored.first_steps, transform))
-    plan = plan_transform(
+    plan = split_transform(
         steps,
         form=opening.form,
         channels=opening.channels,
@@ -179,7 +179,7 @@ def _compile_files(stored: Stored, transform: Transform | None) -> Compiled | No
 
 def _compile_source(stored: Stored, transform: Transform | None) -> Compiled:
     """Compile a transform for samples that are read and prepared one by one."""
-    plan = plan_transform(transform, only_last=True, obstacle=stored.obstacle)
+    plan = split_transform(transform, only_last=True, obstacle=stored.obstacle)
     return _compiled(stored, plan, map(_read_one_by_one, plan.each))
 
 

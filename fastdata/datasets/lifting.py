@@ -23,7 +23,7 @@ from fastdata.datasets.stored import Transforms
 from fastdata.pixels.compose import flatten_transform
 from fastdata.pixels.draws import is_random
 from fastdata.pixels.samples import to_stored
-from fastdata.pixels.split import plan_transform
+from fastdata.pixels.split import split_transform
 from fastdata.sources.items import DatasetSource
 from fastdata.stores.frozen import contents_of
 from fastdata.stores.generators import find_generators, set_state, state_of
@@ -88,7 +88,7 @@ def _is_worth_lifting(transform: Any, items: list[tuple[Any, ...]]) -> bool:
     if not items or _draws(transform, items):
         return bool(items)
     sample, *target = items[0]
-    return not target and plan_transform(transform, form=to_stored(sample)[1]).is_batched
+    return not target and split_transform(transform, form=to_stored(sample)[1]).is_batched
 
 
 def _draws(transform: Any, items: list[tuple[Any, ...]]) -> bool:

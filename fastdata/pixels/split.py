@@ -22,7 +22,25 @@ if TYPE_CHECKING:
     from fastdata.pixels.plan import Transform
 
 
-def plan_transform(
+def plan_transform(transform: Any) -> TransformPlan:
+    """Split a transform into steps that run once, on whole batches, and on each sample.
+
+    ``print(dataset.plan)`` shows the plan of a dataset that you have. This shows that of a
+    transform alone, for PIL images.
+
+    Args:
+        transform: a torchvision Compose (v1 or v2, nested or not), a single transform,
+            ``nn.Sequential``, or None.
+
+    Example:
+        >>> plan = plan_transform(None)
+        >>> plan.is_batched, plan.obstacle
+        (False, 'the transform ends with a PIL image')
+    """
+    return split_transform(transform)
+
+
+def split_transform(
     transform: Any,
     *,
     form: Form = "pil",
@@ -33,11 +51,10 @@ def plan_transform(
     only_last: bool = False,
     first: int = 0,
 ) -> TransformPlan:
-    """Split a transform into steps that run once, on whole batches, and on each sample.
+    """Split a transform as ``plan_transform`` does, for samples of any form.
 
     Args:
-        transform: a torchvision Compose (v1 or v2, nested or not), a single transform,
-            ``nn.Sequential``, or None.
+        transform: as for ``plan_transform``.
         form: form of the samples, in the source or in the store; both give the same plan.
         dtype: dtype of stored samples; batch ops need uint8.
         channels: number of channels of stored samples, None if they differ. Changes of colours need
@@ -49,11 +66,6 @@ def plan_transform(
         only_last: True if only the known transforms at the end may be batch ops, for samples that
             are read one by one.
         first: number of the draws of the first transform; those of the next are counted from it.
-
-    Example:
-        >>> plan = plan_transform(None)
-        >>> plan.is_batched, plan.obstacle
-        (False, 'the transform ends with a PIL image')
     """
     reason = ""
     if obstacle:

@@ -21,7 +21,7 @@ from fastdata.pixels.openings import Opening
 from fastdata.pixels.plan import Transform
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import Form, SampleSpec, is_image, is_pil, to_stored
-from fastdata.pixels.split import plan_transform, split_upright
+from fastdata.pixels.split import split_transform, split_upright
 from fastdata.report import log
 from fastdata.sources.files import FileSource
 from fastdata.sources.source import Source
@@ -149,7 +149,7 @@ def choose_preparer(source: Source, steps: tuple[Transform, ...]) -> Preparer:
         log.info("Pillow prepares the images, which takes longer: %s", obstacle)
         return as_written
     upright, served = split_upright(steps)
-    plan = plan_transform(served, form=opening.form, channels=opening.channels, prepared=0)
+    plan = split_transform(served, form=opening.form, channels=opening.channels, prepared=0)
     # There is a step that the core cannot run, or one whose result is not an image.
     if plan.kind != opening.form or plan.per_sample:
         return as_written
