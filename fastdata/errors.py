@@ -17,6 +17,7 @@ from fastdata.paths import NO_FILE, hide_secrets, is_url, open_file
 
 __all__ = [
     "CacheError",
+    "ChannelsError",
     "CodecError",
     "DeviceError",
     "FastDataError",
@@ -65,7 +66,10 @@ class MemoryBudgetError(FastDataError, MemoryError):
 
 
 class ChannelsError(FastDataError, ValueError):
-    """A step of the transform does not work for a sample's number of channels."""
+    """A step of the transform needs another number of channels than a sample has.
+
+    Convert all images to one number of channels, for example by ``Grayscale(3)``.
+    """
 
     def __init__(self, reason: str, index: int = 0) -> None:
         super().__init__(reason, index)
@@ -73,11 +77,14 @@ class ChannelsError(FastDataError, ValueError):
         self.index = index
 
     def __str__(self) -> str:
-        return f"sample {self.index} cannot be served: {self.reason}"
+        return f"sample {self.index} cannot be transformed: {self.reason}"
 
 
 class MixedSizesError(FastDataError, RuntimeError):
-    """The samples of a batch differ in shape, so they cannot be stacked."""
+    """The samples of a batch differ in shape, so they cannot be stacked.
+
+    Crop or resize them to one size, pad them in a ``collate_fn``, or use a ``BucketSampler``.
+    """
 
 
 class DeviceError(FastDataError, RuntimeError):
@@ -90,9 +97,9 @@ class SampleError(FastDataError, OSError):
     Attributes:
         index: position of the sample in its dataset.
         path: file of the sample, or None where the sample has none.
-        reason: the message that the error was made with.
-        may_pass: True if the cause may be gone in the next run, such as a missing file. False if
-            the bytes are damaged.
+        reason: the cause in words.
+        may_pass: True if the next run over the same ``cache_dir`` tries it again, as its bytes are
+            not known to be damaged.
     """
 
     may_pass = False
@@ -116,7 +123,10 @@ class SampleError(FastDataError, OSError):
 
 
 class IngestError(FastDataError, RuntimeError):
-    """Preparation stopped for another reason than a bad sample, such as a killed worker process."""
+    """Preparation stopped: it would not help to leave out single samples.
+
+    Too many are damaged, a worker process was killed, or memory, disk or open files ran out.
+    """
 
 
 class CacheError(FastDataError, OSError):
@@ -126,8 +136,8 @@ class CacheError(FastDataError, OSError):
 class RemoteError(FastDataError, OSError):
     """A file behind a URL, or on a disk or mount that fails, cannot be read or written.
 
-    It was tried several times. The file itself is not known to be damaged. ``errno`` is set where
-    the operating system gave one.
+    A request to a server was tried twice, a read from a disk or mount four times. The file itself
+    is not known to be damaged. ``errno`` is set if the operating system gave a number.
     """
 
 
@@ -136,7 +146,7 @@ class CodecError(FastDataError, ValueError):
 
 
 class StoreGoneError(FastDataError, RuntimeError):
-    """A pickled dataset was opened after the process that holds its samples had ended."""
+    """The dataset was closed, or the process that holds its samples has ended. Make it again."""
 
 
 Fault = Literal["damage", "missing", "permission", "limit", "machine"]
@@ -323,7 +333,10 @@ def _cure_of(cause: BaseException, fault: Fault, path: str | None, *, is_read: b
     """Return what the user can do about a sample that cannot be read."""
     code = "the dataset"
     if path is not None:
-        code = "the code that opens or prepares it (loader=, prepare=, the transform's first steps)"
+        code = (
+            "the code that opens or prepares it (loader=, prepare= of CachedDataset, the first "
+            "steps of the transform)"
+        )
     # Only code raises these, whatever the sample contains: on_error='skip' would skip all samples.
     if isinstance(cause, (TypeError, AttributeError, NameError, ImportError)):
         return f"Correct {code}"

@@ -360,7 +360,7 @@ def test_resize_refuses_what_is_no_image() -> None:
     """A tensor is not resized in silence by another rule."""
     with pytest.raises(
         TypeError,
-        match=r"resize= needs PIL images, but the sample is a Tensor\. Resize it in prepare=",
+        match=r"resize= needs PIL images, but the sample is a Tensor\. Leave resize= out, and resize",
     ):
         Resize(4)(torch.zeros(3, 5, 6))
 
@@ -439,7 +439,8 @@ def test_an_image_made_from_the_store_owns_its_pixels() -> None:
 def test_other_modes_are_refused_with_their_cure(mode: str) -> None:
     """The error names the mode, the modes that work and the prepare= that converts."""
     with pytest.raises(
-        TypeError, match=rf"mode '{mode}' cannot be stored.*prepare=lambda im: im.convert\('RGB'\)"
+        TypeError,
+        match=rf"mode '{mode}' cannot be stored.*prepare= of CachedDataset: im.convert\('RGB'\)",
     ):
         to_stored(Image.new(mode, (6, 5)))
 

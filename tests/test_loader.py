@@ -671,7 +671,7 @@ LAST = [v1.RandomCrop(4), v1.ConvertImageDtype(torch.float32)]
 @pytest.mark.parametrize(
     ("transform", "cure"),
     [
-        (v1.Compose([Solarization(), *LAST]), r"Pass it as prepare= if it"),
+        (v1.Compose([Solarization(), *LAST]), r"in your loader=, or as prepare= of CachedDataset"),
         (
             v1.Compose([v1.RandomApply([Solarization()]), *LAST]),
             r"sample\. Pass it to CudaPrefetcher",

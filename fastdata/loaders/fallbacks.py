@@ -124,7 +124,10 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
     cures = []
     draws = is_random(unknown)
     if draws is False or (draws is None and not may_draw(unknown, from_torch=False)):
-        cures.append("Pass it as prepare= if it gives the same result each time.")
+        cures.append(
+            "If it gives the same result each time, run it once: in your loader=, or as prepare= "
+            "of CachedDataset."
+        )
     if view.kind not in ("pil", "hwc", "hw"):
         cures.append("Pass it to CudaPrefetcher(transform=) if it can take whole batches.")
     cures.append("docs/served-steps.md lists the steps that fastdata runs on whole batches.")

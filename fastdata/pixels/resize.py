@@ -47,8 +47,9 @@ class Resize:
 
         if not isinstance(image, Image.Image):
             raise TypeError(
-                f"resize= needs PIL images, but the sample is {kind_of(image)}. Resize it in "
-                "prepare= instead."
+                f"resize= needs PIL images, but the sample is {kind_of(image)}. Leave resize= out, "
+                "and resize in your loader=, in prepare= of CachedDataset, or by the first step of "
+                "the transform."
             )
         height, width = _resized_size(image.height, image.width, self.size)
         # Like torchvision, return an image of this size without a copy.

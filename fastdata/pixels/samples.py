@@ -85,8 +85,9 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
         if sample.mode not in _MODES and not is_palette:
             raise TypeError(
                 f"a PIL image of mode {sample.mode!r} cannot be stored, only the modes "
-                f"{', '.join(_MODES)}. Convert it before it is stored: prepare=lambda im: "
-                "im.convert('RGB'), or np.array(im) for a mask of labels."
+                f"{', '.join(_MODES)}. Convert it before it is stored, in the dataset, in your "
+                "loader= or in prepare= of CachedDataset: im.convert('RGB'), or np.array(im) for a "
+                "mask of labels."
             )
         # One plane of numbers that must not change.
         if is_palette or sample.mode in _WIDE_MODES:
@@ -98,7 +99,7 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
         if sample.dtype.kind not in _NUMERIC_KINDS:
             raise TypeError(
                 f"an array of {sample.dtype} cannot be stored. Convert it to a numeric dtype, in "
-                "the dataset or in prepare=."
+                "the dataset, in your loader= or in prepare= of CachedDataset."
             )
         if sample.dtype == np.uint8 and sample.ndim == 2:
             return sample[None], "hw"
@@ -113,7 +114,8 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
     if not isinstance(sample, torch.Tensor):
         raise TypeError(
             f"a sample of type {type(sample).__name__} cannot be stored, only PIL images, tensors "
-            "and NumPy arrays. Return one of these from the dataset or from prepare=."
+            "and NumPy arrays. Return one of these from the dataset, from your loader= or from "
+            "prepare= of CachedDataset."
         )
     if sample.device.type != "cpu":
         raise TypeError(f"a tensor on {sample.device} cannot be stored. Return its .cpu().")
@@ -209,8 +211,8 @@ class _NoExif:
         raise LookupError(
             "this image comes from a store, which does not keep EXIF data such as the orientation. "
             "To turn images upright before they are stored, pass PIL.ImageOps.exif_transpose as "
-            "the first step of the transform, or as prepare=. With storage='none' images are read "
-            "from their files, with their EXIF data."
+            "the first step of the transform, or as prepare= of CachedDataset. With storage='none' "
+            "images are read from their files, with their EXIF data."
         )
 
     def __eq__(self, other: object) -> bool:

@@ -100,8 +100,8 @@ class StoreFiller(NamedTuple):
     def _write_parts(self, row: int, parts: Sequence[tuple[Array, Form]]) -> None:
         if len(parts) != len(self.writers):
             raise TypeError(
-                f"it has {len(parts)} parts, but other samples have {len(self.writers)}; let "
-                "prepare= return the same number for all samples"
+                f"it has {len(parts)} parts, but other samples have {len(self.writers)}; let the "
+                "dataset, or prepare= of CachedDataset, return the same number for all samples"
             )
         for writer, (values, form) in zip(self.writers, parts, strict=True):
             writer.write(row, values, form, self.preparer.shape)

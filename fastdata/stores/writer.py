@@ -164,8 +164,8 @@ class Writer:
             if samples.dtype != spec.dtype or form != spec.form:
                 raise TypeError(
                     f"it is {_shown_form(form)} of {samples.dtype}, but other samples are "
-                    f"{_shown_form(spec.form)} of {spec.dtype}; let prepare= return the same type "
-                    "for all samples"
+                    f"{_shown_form(spec.form)} of {spec.dtype}; let the dataset, your "
+                    "loader= or prepare= of CachedDataset return the same type for all samples"
                 )
             if plan.coder is not None:
                 encoded = plan.coder.encode(data[0, ...])  # data[0] may be a scalar
@@ -173,8 +173,9 @@ class Writer:
         if spec.shape not in (None, shape) or len(shape) != plan.dimensions:
             others = spec.shape or f"{plan.dimensions} dimensions"
             raise ShapesDifferError(
-                f"sample {row} has shape {shape}, but those before it have {others}; let prepare= "
-                "return the same number of dimensions for all samples"
+                f"sample {row} has shape {shape}, but those before it have {others}; let the "
+                "dataset, your loader= or prepare= of CachedDataset return the same number of "
+                "dimensions for all samples"
             )
         index = self.index
         # Without a lock, because each row is written by only one thread of one process.
