@@ -36,45 +36,53 @@ class CachedDataset(PreparedDataset):
         dataset: object with ``__len__`` and ``__getitem__``, which returns (PIL image | tensor |
             array, target). Or the path or URL of WebDataset's tars, a pattern such as
             ``"train-{000..009}.tar"``, or a list of these. For other formats see
-            docs/other-datasets.md. Each item is read once, in forked worker processes. A dataset
-            that draws at random is refused, because every epoch would see the same draws; see
-            ``frozen``. Other forms of items:
+            docs/other-datasets.md. Collect an iterable dataset first: ``list(dataset)``. Each item
+            is read once; ``prepare_workers`` says by what. A dataset that is random is refused,
+            because every epoch would see the same random choices; see ``frozen``. Items and batches
+            keep the form that the dataset gives them. Other forms of items:
 
             * The sample may be a tuple of images, and the target may be an image or array too, such
               as a mask. All of them are stored.
-            * Three or more values: the first is the sample. An image or tensor alone has no target.
-            * A dict: its only image is the sample. The target is the value of the other key, or a
-              dict if there are several. Items and batches are dicts with the same keys.
+            * Three or more values: the only image is the sample, else the first value. An image or
+              tensor alone has no target.
+            * A dict or dataclass: its only image is the sample. If there are several, it is the one
+              called ``image``, ``images``, ``img``, ``pixel_values``, ``input``, ``inputs`` or
+              ``x``.
             * A namedtuple stays a namedtuple if its class can be found by module and name.
 
             If the dataset calls its own ``transform`` last on an item, as torchvision's datasets
-            do, it is taken over as ``transform=``, provided that it draws at random or can run on
-            whole batches. Attributes that fastdata does not define, such as ``classes``, are those
-            of this dataset.
+            do, the transform is taken over as ``transform=``, if it is random or can run on whole
+            batches. Attributes that fastdata does not define, such as ``classes``, are those of
+            this dataset.
         columns: names of sample and target in items that are dicts, such as
             ``{"sample": "image", "target": "label"}``. Items are then pairs. A list of names for
             the target makes it a dict.
-        prepare: function that is called on each sample before it is stored, such as
-            ``lambda image: image.convert("RGB")``.
-        transform: transform of each sample, as for torchvision's datasets. Its leading
-            deterministic steps run once per sample, before it is stored; see ``plan``.
+        prepare: function that is called once on each sample, before ``resize`` and the transform,
+            such as ``lambda image: image.convert("RGB")``.
+        transform: transform of each sample, as for torchvision's datasets. Its first known steps
+            that are not random run once per sample, before it is stored; see ``plan``.
         target_transform: function that is called on each target when it is read.
         transforms: function that is called with sample and target together, for masks and boxes,
-            as for torchvision's datasets. It replaces the other two. Known steps of v2 run on whole
-            batches of images with a ``tv_tensors.Mask``.
-        frozen: True to accept a dataset that draws at random when it is read, and store one draw of
-            each item for all epochs. Default: such a dataset is a ValueError, or only a warning
-            with a ``cache_key``. To find out, a few items are read several times.
+            as for torchvision's datasets; not together with the other two. Known steps of v2 run
+            on whole batches of images with a ``tv_tensors.Mask``.
+        frozen: True to accept a dataset that is random, and store one random version of each item
+            for all epochs. Default: such a dataset is a ValueError, or only a warning with a
+            ``cache_key``. To find out, a few items are read several times.
         options: see ``DatasetOptions``.
 
     ``CachedDataset.from_cache`` opens a cache in ``cache_dir`` without ``dataset``.
 
     Raises:
+        TypeError: ``dataset`` has no ``__getitem__`` or ``__len__``, or its items differ in form.
+        ValueError: ``dataset`` is random, or arguments contradict each other.
         SampleError: a sample cannot be read or prepared. It has the path and index of the sample.
+        IngestError: too many samples are damaged, or the machine has reached a limit.
+        RemoteError: a server, disk or mount does not answer.
         CacheError: ``cache_dir`` cannot be written, or its disk is full.
         MemoryBudgetError: ``storage="shared"`` does not fit. Raised before anything is allocated.
 
-    A pickled dataset is a handle of a few hundred bytes plus the transforms. It opens only on the
+    Samples are prepared when the dataset is made, or on the first read; so are these errors. A
+    pickled dataset is a handle of a few hundred bytes plus the transforms. It opens only on the
     same machine, while the process that made it exists. ``close()`` frees the memory, and so does
     deleting the last reference.
 
@@ -162,10 +170,10 @@ class CachedDataset(PreparedDataset):
     ) -> Self:
         """Open a cache on its own, without the dataset and the files that it was made from.
 
-        The dataset has the samples of the last update of the cache, in that order. ``skipped``
-        lists those that were left out. If samples are files, ``samples``, ``classes`` and
-        ``class_to_idx`` are those of the original dataset, and ``root`` is its folder. The files
-        need not exist any more.
+        The dataset has the samples that the latest build or update stored, in the same order.
+        ``skipped`` lists those that were left out. If samples are files, ``samples``, ``classes``
+        and ``class_to_idx`` are those of the original dataset, and ``root`` is its folder. The
+        files need not exist any more.
 
         Args:
             path: path or URL of a cache, or of a ``cache_dir`` that holds only this cache. Any
@@ -174,16 +182,15 @@ class CachedDataset(PreparedDataset):
             transform: transform of each stored sample. All of its steps run when a sample is read;
                 known steps run on whole batches.
             target_transform: function that is called on each target when it is read.
-            transforms: function that is called with sample and target together, instead of the
-                other two.
-            as_tensors: True to return images as tensors (C, H, W) of their stored pixels, equal to
-                those of torchvision's ``PILToTensor``, instead of PIL images.
-            seed: seed of the random draws of batch ops; see
-                ``fastdata.stores.options.DatasetOptions``.
-            batch_ops: False to run known random transforms per sample, exactly as written.
-            return_index: True to add the index of each sample to its item.
-            storage_options: options for a URL; see ``fastdata.stores.options.DatasetOptions``.
-            local_cache: local folder for a URL; see ``fastdata.stores.options.DatasetOptions``.
+            transforms: function that is called with sample and target together; not together with
+                the other two.
+            as_tensors: True to return images as tensors (C, H, W), as torchvision's ``PILToTensor``
+                does (usually uint8), instead of PIL images.
+            seed: as for ``CachedDataset``.
+            batch_ops: as for ``CachedDataset``.
+            return_index: as for ``CachedDataset``.
+            storage_options: as for ``CachedDataset``, if the path is a URL.
+            local_cache: as for ``CachedDataset``, if the path is a URL.
 
         Raises:
             FileNotFoundError: there is no cache at the path.

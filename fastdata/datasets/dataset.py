@@ -92,6 +92,13 @@ class PreparedDataset(Dataset[Any]):
                 Default: 16 to 64 MiB, or more if the cache would have over 200 shards.
             **options: options of the dataset. A subclass with its own ``__init__`` has to pass on
                 ``engine`` and ``shard_bytes``, if they are given, with its ``**options``.
+
+        Returns:
+            The dataset, whose samples are all in the cache.
+
+        Raises:
+            ValueError: there is no ``cache_dir=``, or ``engine`` is none of these.
+            Exception: the errors of the dataset's class.
         """
         if engine != "local":
             options["engine"] = engine
@@ -145,7 +152,7 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def transform(self) -> Transform | None:
-        """The transform of each sample, whose first deterministic steps run once per sample."""
+        """The transform of each sample; assign another one to change it from the next epoch on."""
         return self._fastdata.transforms.of_sample
 
     @transform.setter
@@ -251,18 +258,20 @@ class PreparedDataset(Dataset[Any]):
         return self._fastdata.refresh()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that random draws depend on, until it is set again.
+        """Set the epoch that random numbers depend on, until it is set again.
 
-        The draws of fastdata's loaders always depend on it. All other reads depend on it if the
-        dataset has a ``seed=``; otherwise they draw from torch's generator.
+        fastdata's ``DataLoader`` needs no ``set_epoch``: it counts the epochs itself, and has a
+        ``set_epoch`` of its own. Call this one for other reads, such as ``dataset[3]`` or torch's
+        loader. They depend on it if the dataset has a ``seed=``; otherwise they use torch's
+        generator.
         """
         self._fastdata.set_epoch(epoch)
 
     def with_transform(self, transform: Transform | None) -> Self:
         """Return a view of the same samples with another transform, for example for validation.
 
-        If the steps that run once per sample differ, the view gets a store of its own. Memory is
-        freed when the last view is closed or deleted.
+        If other steps run once per sample, the view's samples are prepared and stored separately.
+        Memory is freed when the dataset and all of its views are closed or deleted.
 
         Example:
             >>> import torch

@@ -26,8 +26,8 @@ class ImageFolder(ImageFiles):
     Args:
         root: folder with one folder per class, or its URL, such as ``s3://bucket/train``; see
             ``storage_options``.
-        transform: transform of each image, as for torchvision. Its leading deterministic steps run
-            once per image, before it is stored; see ``print(dataset.plan)``.
+        transform: transform of each image, as for torchvision. Its first known steps that are not
+            random run once per image, before it is stored; see ``print(dataset.plan)``.
         target_transform: function that is called on each class number when it is read.
         loader: function that opens a file by its path. Default: one that returns the same pixels as
             torchvision's. The ``decode_image`` of torchvision and torchcodec are fast too, see
@@ -40,16 +40,15 @@ class ImageFolder(ImageFiles):
     Attributes:
         classes: sorted class names.
         class_to_idx: number of each class, by its name.
-        samples: list-like of (path, class number); ``imgs`` is the same. It may be assigned until
-            the first sample is read or prepared.
-        targets: list-like of class numbers. It may be assigned until the first sample is read or
-            prepared.
+        samples: view, like a list, of (path, class number); ``imgs`` is the same. You may assign
+            other samples until one is read or prepared.
+        targets: view, like a list, of the class numbers. You may assign others, as for ``samples``.
         skipped: with ``on_error="skip"``, the errors of the images that were left out.
 
     Raises:
         FileNotFoundError: there is no class folder, or one has no images, as in torchvision.
-        SampleError: an image cannot be read.
-        MemoryBudgetError: ``storage="shared"`` does not fit.
+        SampleError: an image cannot be read; raised here, or by its first read.
+        Exception: the other errors of ``CachedDataset``.
 
     Example:
         >>> import pathlib, tempfile

@@ -42,8 +42,8 @@ class ImageManifest(ImageFiles):
     All labels together decide the type of a target, and of a batch of targets:
 
     * whole numbers: an int; int64 (B,).
-    * numbers, at least one with a decimal point: a float; float64 (B,), as with
-      ``default_collate``.
+    * numbers, at least one with a decimal point: a float; float64 (B,), as ``default_collate``
+      makes it. Most losses need ``targets.float()``.
     * names: an int, the name's position in the sorted ``classes``; int64 (B,).
     * several labels: a tensor, int64 if all are whole numbers, else float32; (B, labels).
     * ``label=None``: the id, or without ``id`` the sample's position in the manifest, from 0; int64
@@ -55,8 +55,8 @@ class ImageManifest(ImageFiles):
 
     Raises:
         ValueError: a value or column is missing or malformed. The message names line and column.
-        SampleError: an image cannot be read.
-        MemoryBudgetError: ``storage="shared"`` does not fit.
+        SampleError: an image cannot be read; raised here, or by its first read.
+        Exception: the other errors of ``CachedDataset``.
 
     Example:
         >>> import pathlib, tempfile

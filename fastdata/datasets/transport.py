@@ -38,17 +38,18 @@ _FETCH_MODULE = "torch.utils.data._utils.fetch"
 class RingCollate:
     """A collate function that sends batches from worker processes through reused shared memory.
 
-    Pass it to any ``torch.utils.data.DataLoader`` as ``collate_fn``; ``fastdata.DataLoader`` uses
-    it automatically. In a worker process it must be the ``collate_fn`` itself, and not be called by
-    another one. Anywhere else, for example with ``num_workers=0``, it only calls ``collate``.
+    torch makes new shared memory for each batch; this class uses a few blocks (a ring) again and
+    again, which takes less time. Pass it to any ``torch.utils.data.DataLoader`` as ``collate_fn``.
+    ``fastdata.DataLoader`` uses it by itself. In a worker process it must be the ``collate_fn``
+    itself, and not be called by another one. Anywhere else, for example with ``num_workers=0``, it
+    only calls ``collate``.
 
     The batch may be any nesting that can be pickled. Plain CPU tensors and contiguous NumPy arrays
     in it travel through the ring and keep dtype, shape and strides. Sparse, quantized and
-    gradient-requiring tensors and tensor subclasses travel through torch's queue. A received batch
-    belongs to the training loop: its memory is reused only when the last tensor over it is freed.
-    The exception is a process that is forked while a batch exists: it must copy the batch before
-    the parent frees it. ``default_collate``, even if ``collate`` calls it, stacks samples directly
-    into the ring.
+    gradient-requiring tensors and tensor subclasses travel through torch's queue. You may keep a
+    batch as long as you like: its memory is reused only when the last tensor over it is freed. A
+    process that you fork meanwhile must copy the batch before its parent drops it.
+    ``default_collate``, even if ``collate`` calls it, stacks samples directly into the ring.
 
     Args:
         collate: function that turns samples into a batch, like a DataLoader's ``collate_fn``.

@@ -23,10 +23,10 @@ _RATIO_STEP = 0.01
 
 
 def find_buckets(dataset: Any, count: int, pixels: int, multiple_of: int = 64) -> list[Bucket]:
-    """Return sizes of buckets that fit the images of a dataset, for ``ResizeToBucket``.
+    """Return sizes of buckets, (height, width), that fit the images of a dataset.
 
-    The aspect ratios are those that cut the least from the images: they minimise the mean squared
-    difference of the logarithms. The result is the same on all ranks.
+    Pass them to ``ResizeToBucket``. Their aspect ratios make the mean of (log(ratio of the image) -
+    log(ratio of its bucket))^2 as small as possible. All ranks get the same sizes.
 
     Args:
         dataset: a dataset of fastdata, also in ``Subset`` or ``ConcatDataset``. Sizes are those
@@ -34,6 +34,9 @@ def find_buckets(dataset: Any, count: int, pixels: int, multiple_of: int = 64) -
         count: largest number of buckets. There are fewer if the images have fewer ratios.
         pixels: approximate number of pixels of each bucket, such as ``512 * 512``.
         multiple_of: heights and widths are multiples of this number.
+
+    Raises:
+        ValueError: a number is below 1, or the sizes of the images are not known.
 
     Example:
         >>> import torch

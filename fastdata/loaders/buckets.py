@@ -46,11 +46,13 @@ class BucketSampler(RankSampler):
 
     Args:
         dataset: a dataset of fastdata, also in ``Subset`` or ``ConcatDataset``; or the shapes of
-            all samples of any dataset, an array (N, D).
+            all samples of any dataset, an array with a row for each sample, such as (height,
+            width).
         batch_size: number of samples in a batch. The last batch of each shape may be smaller.
-        weights: (N,), one for each sample, to draw by weight with replacement, as ``weighted``
+        weights: one number for each sample, to draw by weight with replacement, as ``weighted``
             does. Then all batches are full.
-        num_samples: number of samples of all ranks in an epoch, with ``weights``; by default N.
+        num_samples: number of samples of all ranks in an epoch, with ``weights``; by default that
+            of the dataset.
         shuffle: False to keep the dataset's order within each shape, and to sort batches by their
             first samples.
         drop_last: leave out batches that are not full (the last one of each shape).

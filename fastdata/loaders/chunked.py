@@ -55,43 +55,44 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
     """A ``DataLoader`` for data larger than memory: it reads chunks and keeps a memory limit.
 
     While the batches of one chunk are made, the next chunk is read from disk; after its last batch
-    a chunk is released. Every sample comes exactly once in an epoch, with the pixels that a
-    ``DataLoader`` over the same dataset in memory gives in the epoch of the same number. Samples
-    that are not stored on disk are prepared again in each epoch, and shuffled globally.
+    a chunk is released. Each sample comes once in an epoch (with several ranks see ``drop_last``),
+    with the pixels that a ``DataLoader`` over the same dataset in memory gives in the epoch of the
+    same number. Samples that are not stored on disk are prepared again in each epoch, and shuffled
+    globally.
 
-    It is not a subclass of torch's loader, because Accelerate and Lightning would rebuild that from
-    the dataset alone. It has ``__iter__``, ``__len__``, ``dataset``, ``batch_size`` and
+    It is not a subclass of torch's loader, because Accelerate and Lightning would make that loader
+    again without these arguments. It has ``__iter__``, ``__len__``, ``dataset``, ``batch_size`` and
     ``drop_last``, and pickles as torch's loader does, including its plan.
 
     Args:
         dataset: a fastdata dataset with ``cache_dir=``, whose samples are read from disk; or any
-            other map-style dataset, which is read as by ``DataLoader``. To open a cache without its
-            images, also one at a URL, use ``CachedDataset.from_cache``. The local cache of a remote
-            one needs room for two chunks of every rank of the machine.
+            other map-style dataset, which is read as ``DataLoader`` reads it. To open a cache
+            without its images, also one at a URL, use ``CachedDataset.from_cache``. For a cache at
+            a URL, ``local_cache`` needs room for two chunks of every rank of the machine.
         batch_size: number of samples in a batch.
         memory_limit: limit for all memory of this process and its children, including Python and
-            torch (the sum of their proportional set sizes): bytes, a string such as ``"1GiB"``, or
-            a fraction of the free memory. Chunks get what is left after the memory in use now,
-            batches and workers, so make the loader after the model; see ``plan``. Each rank has its
-            own limit, which changes how far it reads ahead, but never the order.
+            torch: bytes, a string such as ``"1GiB"``, or a fraction of the free memory (memory that
+            several processes share is divided among them: proportional set size). Chunks get what
+            is left after the memory in use now, batches and workers, so make the loader after the
+            model; see ``plan``. Each rank has its own limit. It never changes the order.
         shuffle: False keeps the order of the dataset.
         drop_last: True drops the last batch if it is not full. With several ranks it also drops
             samples that cannot be divided evenly; False repeats the first samples instead, as
             torch's ``DistributedSampler`` does.
-        chunk_samples: number of samples in a chunk, rounded down to whole batches. By default a
-            chunk has 256 MiB of samples, or 512 MiB if they come over a network. If two such chunks
-            do not fit into the limit, smaller parts of them are read ahead. The order depends on
-            this number and on ``mix_chunks``, so all ranks must use the same.
-        mix_chunks: number of pieces in a chunk. A piece is a run of neighbouring samples from
-            anywhere in the dataset; the samples of all pieces of a chunk are mixed. Each piece is
-            read in sequence, but the shuffle is not quite global. The default is 32 if samples are
-            stored on disk; otherwise the shuffle is global.
+        chunk_samples: number of samples in a chunk, rounded down to whole batches; two such chunks
+            must fit into the limit. By default a chunk has 256 MiB of samples, or 512 MiB if they
+            come over a network; if two do not fit, smaller parts of a chunk are read ahead. The
+            order depends on this number and on ``mix_chunks``, so all ranks must use the same.
+        mix_chunks: number of pieces in a chunk. A piece is a run of neighbouring samples; the
+            pieces of a chunk come from random places of the dataset, and all of their samples are
+            shuffled. The default is 32 if samples are stored on disk; otherwise the shuffle is
+            global.
         num_workers: maximum number of threads or processes that make batches; by default the number
             of usable cores. There are fewer if memory is short.
         collate_fn: as in torch; the default is ``fastdata.collate``.
-        seed: seed of the order; all ranks must use the same. Random draws of transforms depend on
-            the dataset's own seed; if it has none, on a base seed that each epoch draws from
-            torch's generator, as in torch's loader.
+        seed: seed of the order; all ranks must use the same. The random numbers of transforms
+            depend on the dataset's own seed. If it has none, torch's generator gives a base seed
+            for each epoch, as in torch's loader.
         rank: number of this rank, which decides its share of each epoch; by default that of
             ``torch.distributed``, or of torchrun's environment variables.
         world_size: number of ranks, with the same default.
@@ -103,8 +104,8 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         MemoryBudgetError: ``memory_limit`` is too small for the batches and two chunks of one batch
             each.
 
-    A damaged sample raises ``SampleError`` when its batch is due; the next batch can still be read.
-    Only one iterator is open at a time: a new one ends the one before.
+    A damaged sample raises ``SampleError`` instead of its batch; call ``next`` again for the next
+    batch. Only one iterator is open at a time: a new one ends the one before.
 
     Example:
         >>> squares = [(torch.full((1, 2, 2), i), i * i) for i in range(10)]
@@ -318,7 +319,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             iterator.stop()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that order and random draws depend on, until it is set again."""
+        """Set the epoch that the order and random numbers depend on, until it is set again."""
         self._loader.set_epoch(epoch)
 
     def report(self) -> EpochReport:
@@ -342,7 +343,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         """Continue the epoch of ``state`` with the next iterator; only its rest is read.
 
         Raises:
-            ValueError: the state comes from a loader over another dataset, or with another order.
+            ValueError: the state comes from a loader with another dataset, order or batch size.
         """
         self._loader.load_state_dict(state)
 

@@ -51,41 +51,46 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
     The arguments up to ``in_order`` are torch's. These differ or are new:
 
     - ``dataset``: any dataset. fastdata's datasets, and ``Subset`` and ``ConcatDataset`` of them,
-      are read in whole batches when no step of the transform needs Python per sample.
+      are read in whole batches if no step of the transform is Python code for each sample.
     - ``num_workers``: number of threads or processes; 0 reads in the training loop. ``"auto"``
       divides the usable cores (affinity, container quota) among the ranks of this machine
-      (``LOCAL_WORLD_SIZE``) and leaves one for the training loop. That is 0 on a single core, or 1
-      if another argument needs workers. ``fastdata.tune(dataset)`` measures a better number.
-    - ``collate_fn``: by default ``fastdata.collate``, which returns whole batches unchanged. If
-      your own draws from torch's global generator, as MixUp and CutMix do, the draws depend only
-      on the base seed (or the ``seed`` of a fastdata dataset) and on the batch's number among the
-      batches of all ranks. Any number of threads or processes then gives the same batches. A
-      ``collate_fn`` that only stacks samples and mixes them with MixUp or CutMix of torchvision or
-      timm is replaced by an equal step on whole batches. One whose code uses Python's or NumPy's
-      random generators is called in worker processes, which are seeded as torch seeds them.
-    - ``pin_memory``: ``"auto"`` pins batches if there is a CUDA or XPU device, batches are large
-      enough to gain from it, and all batches in flight need only a small part of the free memory.
-      ``report()`` returns the decision and its reason. A ``CudaPrefetcher`` pins by itself.
+      (``LOCAL_WORLD_SIZE``) and leaves one core of each rank for its training loop. So it may be
+      0, but is at least 1 if another argument needs workers, such as ``prefetch_factor``.
+      ``fastdata.tune(dataset)`` measures which number is best.
+    - ``collate_fn``: by default ``fastdata.collate``, which returns whole batches unchanged. One
+      that only stacks samples and mixes them with MixUp or CutMix of torchvision or timm is
+      replaced by an equal step on whole batches. If yours uses torch's global generator, it gets
+      the same random numbers with any number of threads or processes: they follow from the
+      dataset's ``seed`` (else from torch's base seed of the epoch) and the number of the batch. If
+      its code uses Python's or NumPy's random generators, it is called in worker processes, which
+      are seeded as torch seeds them.
+    - ``pin_memory``: ``"auto"`` pins batches if there is a CUDA or XPU device, the size of a batch
+      is known, and all batches on their way take at most an eighth of the free memory.
+      ``report().pinning`` is the decision with its reason. A ``CudaPrefetcher`` pins by itself.
     - ``worker_init_fn``: called in worker processes only. If you also pass a ``collate_fn``, which
       may depend on it, the loader uses worker processes.
-    - ``persistent_workers``: with threads it has one effect: the base seed is drawn only once, as
-      in torch.
+    - ``persistent_workers``: with threads it only has the effect that one base seed is used for
+      all epochs, as in torch.
     - ``in_order``: threads always keep the order.
     - ``workers``: ``"thread"``, ``"process"`` or ``"auto"``. ``"auto"`` uses threads if the dataset
       reads whole batches and the code of ``target_transform`` uses no random generator; else it
       uses worker processes, which are seeded as torch seeds them.
-    - ``distributed``: ``"auto"`` divides each epoch among the ranks of ``torch.distributed``, or
-      those of the launcher's environment variables. The loader's ``sampler`` is then a
-      ``fastdata.loaders.samplers.RankSampler``. All ranks get equally many batches: a few samples
-      are repeated, or with ``drop_last`` left out. ``"exact"`` is for evaluation: it gives each
-      sample once, so that some ranks may get one batch more. The order depends on the dataset's
-      ``seed`` (None: 0) and on the epoch, which the loader counts. A state can be resumed with
-      another number of ranks or workers, or another ``batch_size``. A ``sampler`` or
-      ``batch_sampler`` of your own is used unchanged.
+    - ``distributed``: ``"off"`` (default) reads all samples on each rank, as torch does.
+      ``"auto"`` divides each epoch among the ranks of ``torch.distributed``, or those of the
+      launcher's environment variables. All ranks get equally many batches: a few samples are
+      repeated, or with ``drop_last`` left out. ``"exact"`` is for evaluation: it gives each sample
+      once, so that some ranks may get one batch more. The order depends on the dataset's ``seed``
+      (None: 0) and on the epoch, which the loader counts. The ``sampler`` is then a
+      ``fastdata.loaders.samplers.RankSampler``, whose states can be resumed with another number of
+      ranks, or another ``batch_size``. A ``sampler`` or ``batch_sampler`` of your own is used
+      unchanged.
     - ``memory_format``: ``torch.channels_last`` gives tensors of four dimensions this memory
       format. Whole batches are written in it directly; others are converted.
 
     ``print(loader.report())`` shows how batches are read and why, and how the latest epoch went.
+
+    Raises:
+        ValueError: an argument is not one of those allowed, or contradicts another, as in torch.
 
     Example:
         >>> from fastdata import CachedDataset
@@ -192,9 +197,10 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
             return GenericAlias(cls, kinds)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that random draws and the order of a ``RankSampler`` depend on from now on.
+        """Set the epoch on which random numbers, and the order of a ``RankSampler``, depend.
 
-        If the dataset has no ``seed``, the draws also depend on the base seed.
+        You need it only to choose another number than the loader's own count. If the dataset has no
+        ``seed``, random numbers also depend on torch's base seed, which differs in each epoch.
         """
         self._fastdata.resume.set_epoch(epoch, SamplerChain.of(self))
 
@@ -240,9 +246,10 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
 
         - torch's samplers, a ``RankSampler``, and samplers with a ``state_dict`` return to their
           order: their states are included. Any other sampler must give the same indices again,
-          because the state only counts its batches.
-        - With a ``RankSampler`` the state is the position in the order of all ranks. The state of
-          rank 0 can be resumed on any number of ranks, and with another batch size.
+          because the state only counts its batches. The batch size must also be the same.
+        - With a ``RankSampler`` (``distributed=``) the state is the position in the order of all
+          ranks. The state of rank 0 can be resumed on any number of ranks, and with another batch
+          size.
         - With ``in_order=False`` and worker processes the state is not exact, and for an
           ``IterableDataset`` it is empty, because only the dataset itself can return to a
           position. Both cases give a warning.
@@ -259,9 +266,10 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
         """Continue the epoch of ``state`` with the next iterator, after the batches it counts.
 
         Earlier batches are skipped without reading their samples. The order and fastdata's own
-        random draws continue as they would have. Draws that a transform makes from a global
-        generator in a worker process begin again. ``generator`` returns to its saved state; the
-        global generators do not change, and decide later epochs.
+        random numbers continue as in a run that was not interrupted. Random numbers that a
+        transform takes from a global generator in a worker process do not: the generator begins
+        again. ``generator=`` returns to its saved state. The global generators do not change;
+        restore them yourself if later epochs must be those of an uninterrupted run.
 
         The state is kept until the first batch is returned: Lightning may drop a first iterator
         without reading a batch from it.
@@ -271,7 +279,9 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
                 dict forgets a loaded state.
 
         Raises:
-            ValueError: the state comes from a loader over another dataset, or with other batches.
+            ValueError: the state comes from a loader over a dataset of another length, with another
+                sampler or order, or (without a ``RankSampler``) with another batch size. The
+                message names the differences.
         """
         if state and isinstance(self.dataset, IterableDataset):
             raise ValueError(_NO_STREAM)

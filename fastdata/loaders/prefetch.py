@@ -56,10 +56,10 @@ class PrefetchReport(EpochReport):
         pinned_bytes: most bytes of host memory that this prefetcher has pinned at a time, in the
             block sizes of torch's allocator.
         in_place_bytes: bytes copied to the device directly from the loader's pinned memory.
-        staged_bytes: bytes copied to pinned memory first, by another copy on the host.
-        pageable_bytes: bytes copied from pageable memory, in parts by the driver.
-        batch_ops: where batch ops ran, and why if on the CPU; empty if the loader has no batch ops
-            of fastdata.
+        staged_bytes: bytes copied to pinned memory first, by one more copy on the host.
+        pageable_bytes: bytes copied from ordinary memory, which takes longer.
+        batch_ops: where the steps on whole batches ran, and why if on the CPU; empty if the loader
+            has none of fastdata.
     """
 
     device: str = "cpu"
@@ -87,20 +87,19 @@ class PrefetchReport(EpochReport):
 class CudaPrefetcher:
     """Iterates over the batches of a loader on the GPU; they are copied while the GPU computes.
 
-    Batches are copied on a side stream, from pinned memory. The training loop gets tensors on the
-    device and does not wait for a copy. If the threads of fastdata's loader read whole batches and
-    there is no ``transform``, ``next()`` queues the copies of all batches that are ready. Otherwise
-    a thread reads the loader and queues them. Batches that the threads of fastdata's loader gather
-    are copied directly, and so are tensors that the loader has pinned. All others are first copied
-    on the host, to pinned memory of torch's allocator. If there is too little memory to pin, copies
-    are pageable, with one warning.
+    Batches are copied on a CUDA stream of their own, from pinned memory. The training loop gets
+    tensors on the device and does not wait for a copy. If the threads of fastdata's loader read
+    whole batches and there is no ``transform``, ``next()`` queues the copies of all batches that
+    are ready. Otherwise a thread reads the loader and queues them. Whole batches of these threads,
+    and tensors that the loader has pinned, are copied directly. All others are first copied on the
+    host, to pinned memory of torch's allocator. If there is too little memory to pin, copies come
+    from ordinary memory, with one warning.
 
     A batch may be any nesting of tuples, lists, dicts, namedtuples, dataclasses and
     ``SampleBatch``. Objects of other classes are moved by their own ``pin_memory()`` and
     ``to(device)``; one warning names a class that has tensors but no ``to``. Values that are not
-    tensors, and tensors that are already on a device, are not changed. The prefetcher waits for the
-    GPU work by which the loader made such tensors. If a loader uses its own stream, it must make
-    the current stream wait for that.
+    tensors, and tensors that are already on a device, are not changed: the prefetcher waits for the
+    GPU work on the current stream by which the loader made them.
 
     Without a GPU, and with ``device="cpu"``, batches stay where they are, and everything else is
     the same. All other attributes are the loader's: ``dataset``, ``sampler``, ``batch_size``,
@@ -111,9 +110,9 @@ class CudaPrefetcher:
         loader: any iterable of batches. Each ``iter()`` of the prefetcher calls its ``iter()``.
         device: device of the batches; default: the current CUDA device, or the CPU without CUDA.
             For several devices use one process each (``torchrun``).
-        depth: number of batches on the device before the training loop takes them. The GPU holds up
-            to two more: the loop's, and one that is being copied. A depth of 1 suits only a loop
-            whose steps take equally long.
+        depth: number of batches that wait on the device for the training loop. The GPU holds up to
+            two more: the loop's, and one that is being copied. With 1 the loop may wait if some of
+            its steps are much shorter than others.
         transform: called on each batch, on the device, in order, under ``torch.no_grad()``. It runs
             in the prefetcher's thread and on its stream, so the loop's autocast and inference mode
             do not apply: enter them inside.
@@ -124,8 +123,8 @@ class CudaPrefetcher:
             ``transform``. This is also done if the loader has this ``memory_format``.
         batch_ops: where the batch ops of fastdata's loaders run. With ``"auto"`` they end on the
             device if threads read whole batches: uint8 is sent and converted there, and with
-            ``storage="device"`` also cut there. Draws and pixels are those of the CPU (floats
-            within 1e-6). Otherwise, and with ``"cpu"``, they run before batches are sent.
+            ``storage="device"`` also cut there. Random numbers and pixels are those of the CPU
+            (floats within 1e-6). Otherwise, and with ``"cpu"``, they run before batches are sent.
             ``"device"``: on the device, or an error. ``report().batch_ops`` gives the choice and
             the reason.
 
@@ -135,11 +134,11 @@ class CudaPrefetcher:
         MemoryBudgetError: when an epoch begins: ``storage="device"`` does not fit there.
 
     An exception of the loader or of ``transform`` is raised in place of its batch. If a thread
-    reads the loader, it draws from global generators in this thread; only its draws for the first
-    batch have a fixed order with those of the training loop. A loader must not write again to a
-    pinned tensor that it has yielded, because the tensor is read later, when the copy runs. Pinned
-    memory is returned to torch's allocator, which keeps it for later, when the prefetcher is
-    deleted, at the end of a ``with`` statement, or by ``close()``.
+    reads the loader, random numbers that the loader takes from global generators mix with those of
+    the training loop in no fixed order. A loader of your own must not write again to a pinned
+    tensor that it has yielded, because the tensor is read later, when the copy runs. Pinned memory
+    goes back to torch's allocator, which keeps it for later use, when the prefetcher is deleted, at
+    the end of a ``with`` statement, or by ``close()``.
 
     Example:
         >>> loader = [torch.zeros(2, 3), torch.ones(2, 3)]
@@ -272,6 +271,7 @@ class CudaPrefetcher:
         )
 
     def report(self) -> PrefetchReport:
+        """Return figures of the latest epoch: those of the loader's report, and of the copies."""
         ask = getattr(self.loader, "report", None)
         loaded = ask() if callable(ask) else None
         if not isinstance(loaded, EpochReport):

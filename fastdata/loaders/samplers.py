@@ -46,8 +46,8 @@ class RankSampler(DistributedSampler[int]):
     """A ``DistributedSampler`` that counts epochs and can be resumed.
 
     ``DataLoader(distributed="auto")`` makes one. All ranks must pass the same arguments, except
-    ``rank``. Each ``iter`` is the next epoch, which begins at its first ``next``. After
-    ``set_epoch`` each is the epoch that was set, until it is set again.
+    ``rank``. Each ``iter`` is the next epoch, which begins at its first ``next``. After a call of
+    ``set_epoch``, each ``iter`` is that epoch, until another one is set.
 
     Args:
         dataset: the dataset, or its length; not needed with an ``order``.
@@ -59,8 +59,8 @@ class RankSampler(DistributedSampler[int]):
         uneven: what happens to samples that cannot be divided evenly. ``"pad"`` repeats the first
             samples of the epoch, ``"drop"`` leaves out the last ones; both as in torch. ``"keep"``
             gives each sample once, so that some ranks get one more than others. That is for
-            evaluation: ranks that wait for each other in every step would hang. Resume from the
-            state of rank 0 then.
+            evaluation: in training, ranks wait for each other in every step, and would hang. With
+            ``"keep"``, resume from the state of rank 0.
         rank: number of this rank; by default that of ``torch.distributed``, or of the launcher's
             environment variables, or 0.
         world_size: number of ranks, with the same default; 1 if there is no launcher.
@@ -76,7 +76,7 @@ class RankSampler(DistributedSampler[int]):
         is_set: True if ``set_epoch`` chose the epoch.
         has_begun: True if an iterator has begun the epoch.
 
-    A sample that comes again in an epoch gets other random draws, on whichever rank it comes. You
+    A sample that comes again in an epoch gets other random numbers, on whichever rank it comes. You
     can pass an ``Order`` of your own: it is divided and resumed like those of fastdata. A sampler
     that found no other ranks looks for them again when an epoch begins, because Lightning starts
     ranks after the loaders were made.

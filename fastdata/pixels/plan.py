@@ -31,15 +31,16 @@ class TransformPlan:
     """A transform in three parts; ``plan_transform`` makes it, ``print(dataset.plan)`` shows it.
 
     Attributes:
-        prepare: the user's first transforms, as far as they draw nothing at random. They run once
-            per sample, before it is stored.
-        batch_ops: steps that run on whole batches.
-        per_sample: the user's transforms that run on each sample, as the user wrote them.
-        kind: form of a sample after the batch ops.
-        batched: the user's transforms that ``batch_ops`` replace.
-        reason: why the first of ``per_sample`` is not a batch op; empty if there is none.
+        prepare: your first transforms that are known and not random. They run once per sample,
+            before it is stored.
+        batched: your transforms that run on whole batches.
+        per_sample: your transforms that run on each sample, as you wrote them.
+        reason: why the first of ``per_sample`` does not run on whole batches; empty if there is
+            none.
         last: plan of the known transforms at the end of ``per_sample``. They run on whole batches
             if the transforms before them return PIL images.
+        batch_ops: the records of the compiled core that ``batched`` was turned into.
+        kind: form of a sample after them, such as ``"pil"`` or ``"tensor"``.
         views: plans of several views of each sample. They share ``prepare``, and replace the other
             parts; each view may have its own transforms per sample.
         views_type: type of the collection of views that a sample becomes, list or tuple.

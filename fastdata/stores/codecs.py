@@ -95,7 +95,9 @@ def _library(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Lz4Codec(Codec):
-    """Lossless and fast. Photographs hardly shrink (ratio 1.06); masks and drawings do.
+    """Lossless and fast. Photographs become 1.06 times smaller, masks and drawings much more.
+
+    Pass ``codec="lz4"`` to a dataset, or this object: ``codec=Lz4Codec()``.
 
     Encoded bytes, format 1: one block of the LZ4 Block Format
     (github.com/lz4/lz4/blob/dev/doc/lz4_Block_format.md), without a size before it or a checksum
@@ -137,7 +139,8 @@ _scratch = Scratch()
 class ZstdCodec(Codec):
     """Lossless. It chooses for each sample the prediction that makes it smallest.
 
-    Photographs of 3 x 256 x 256: ratio 2.1, about 5,000 images/s decoded on one core.
+    Photographs of 3 x 256 x 256 become 2.1 times smaller. Pass ``codec="zstd"`` to a dataset, or
+    ``codec=ZstdCodec(level=3)``.
 
     Encoded bytes, format 1: the filter (1 byte, the sum of its steps), the length of the rest
     (4 bytes, little-endian, unsigned), and one Zstandard frame (RFC 8878) with its content size and
@@ -228,7 +231,8 @@ class JpegCodec(Codec):
     """**Lossy**: samples are re-encoded at their prepared size and come back slightly changed.
 
     It takes only uint8 images, (3, H, W) or (1, H, W), because anything else (labels, depths,
-    tables) must not change. ImageNet photographs at 256 x 256: ratio 7 with the defaults.
+    tables) must not change. ImageNet photographs at 256 x 256 become 7 times smaller with the
+    defaults. Pass ``codec="jpeg"`` to a dataset, or ``codec=JpegCodec(quality=85)``.
 
     Encoded bytes, format 1: one baseline JPEG file (ITU-T T.81) with a JFIF header, in grey or in
     YCbCr as JFIF defines it. The decoded pixels are those of libjpeg-turbo (accurate integer

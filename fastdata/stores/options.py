@@ -107,12 +107,13 @@ class DatasetOptions(TypedDict, total=False):
     """The keyword arguments that all fastdata datasets share; ``Options`` has their defaults.
 
     Attributes:
-        storage: where prepared samples are stored. ``"shared"``: in shared memory.
-            ``"compressed"``: encoded in shared memory, and decoded on every read. ``"disk"``: in
-            ``cache_dir``. ``"none"``: nowhere, samples are prepared on every read. ``"auto"``
-            (default): ``"disk"`` if ``cache_dir`` is given, else the first of the others that fits
-            the memory budget. ``"device"``: like ``"shared"``, and each ``CudaPrefetcher`` copies
-            all samples to its GPU once, and gathers batches there; ``"auto"`` never chooses it.
+        storage: where prepared samples are stored. ``"auto"`` (default): on disk if ``cache_dir``
+            is given, else the first of ``"shared"``, ``"compressed"`` and ``"none"`` that fits into
+            the free memory. ``"shared"``: in shared memory. ``"compressed"``: encoded in shared
+            memory, and decoded on every read. ``"none"``: nowhere; samples are prepared on every
+            read. ``"disk"``: in ``cache_dir``, which must be given. ``"device"``: like
+            ``"shared"``, and each ``CudaPrefetcher`` also copies all samples to its GPU once, and
+            makes the batches there.
         codec: codec of samples that are ``"compressed"`` or on disk. ``"source"``: the unchanged
             files, prepared on every read. ``"lz4"`` and ``"zstd"``: lossless. ``"jpeg"``: lossy. An
             object with ``encode(array) -> bytes`` and ``decode(memoryview, out)``. A tuple of
@@ -123,15 +124,16 @@ class DatasetOptions(TypedDict, total=False):
             torchvision's ``Resize``: an int for the shorter side, or (height, width). Or a limit
             that never enlarges: ``"short:320"`` for the shorter side, ``"long:500"`` for the longer
             side. Default: images are not resized.
-        memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of the free memory.
-            Default: the memory that this process may use, minus a reserve of 10 %.
-        seed: seed of the random draws of batch ops. With a number, draws depend only on it, the
-            epoch and the sample. ``None`` (default) uses the base seed that torch's loaders draw in
-            each epoch, so ``torch.manual_seed`` and ``generator=`` decide. The epoch is that of
-            fastdata's loader, or of ``set_epoch``; reads without either draw from torch's
-            generator.
-        batch_ops: True (default) to run known random transforms on whole batches, with fastdata's
-            own draws; False to run them per sample, exactly as written.
+        memory_limit: the most memory that stored samples may take: bytes, ``"8GiB"``, or a fraction
+            of the free memory. Default: all free memory, minus a reserve of 10 %. It does not
+            limit batches and workers; the ``memory_limit`` of ``ChunkedLoader`` does.
+        seed: seed of the random numbers of batch ops. With a number, they depend only on it, the
+            epoch and the sample. ``None`` (default): torch draws a new base seed for each epoch,
+            so ``torch.manual_seed`` and ``generator=`` decide. fastdata's loaders count the epochs;
+            ``set_epoch`` sets the number. Reads without an epoch, such as ``dataset[3]`` before
+            ``set_epoch``, use torch's generator.
+        batch_ops: True (default) to run known random transforms on whole batches, with random
+            numbers of fastdata; False to run them per sample, exactly as written.
         return_index: True to add the index of each sample to its item: (image, label, index), or
             under ``"index"`` if items are dicts. Batches have it too. It is the index in this
             dataset, even if a ``Subset`` is read. Default: False.
@@ -142,20 +144,22 @@ class DatasetOptions(TypedDict, total=False):
             code reads or prepares them. Default: all usable cores. If processes cannot be forked
             (macOS, Windows), your own code runs in the calling thread only.
         cache_dir: folder that stores prepared samples for the next run, which maps them into memory
-            and prepares only those whose file has changed. The page cache holds one copy for all
-            workers, ranks and runs. A cache is found by the prepare part, the codec and the files
-            (relative path, size, time), so any number of datasets may share a folder. It excludes
-            a ``storage`` in memory. Every sample is compared with a checksum when it is first read.
-            Default: None, nothing is stored on disk.
+            and prepares only those whose file has changed. It may be a URL. The system's page cache
+            holds one copy for all workers, ranks and runs. Any number of datasets may share a
+            folder: a cache is found by the steps that have run, the codec and the files (relative
+            path, size, time). ``storage`` must then be ``"auto"`` or ``"disk"``. Each sample is
+            compared with a checksum when it is first read. Default: None, nothing is stored on
+            disk.
         cache_key: text that stands for everything that fastdata cannot see: the samples of a
             dataset that does not list its files in ``samples``, and values of steps and loaders
             that only C code can read. Change it whenever these change. Default: None.
         storage_options: options for the fsspec file system of URLs (files and ``cache_dir``), such
-            as credentials. They are never in a pickle, cache or message. Default: the
-            configuration of fsspec.
+            as credentials. They are never written into a cache, a log or a message. A pickle holds
+            them only on its way to a spawned worker process or a task of ``build_cache``. Default:
+            the configuration of fsspec.
         local_cache: folder in which all runs and ranks of a machine store the parts that they need
-            of caches behind URLs. Default: ``~/.cache/fastdata/remote``. It takes up to half of the
-            free space; the parts that were unused for longest are deleted first.
+            of caches behind URLs. Default: ``~/.cache/fastdata/remote``. It takes at most half of
+            the free space of its disk; the parts that were unused for longest are deleted first.
     """
 
     storage: RequestedStorage

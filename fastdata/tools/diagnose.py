@@ -67,16 +67,21 @@ _CLEAR = 1.15
 def diagnose(
     loader: Iterable[Any], step: Callable[[Any], Any] | None = None, *, batches: int = 100
 ) -> Diagnosis:
-    """Run a training loop and return what it spends its time on.
+    """Run a training loop, and return what limits it.
 
-    The loop runs over one epoch at most; a loader of fastdata counts that as an epoch. All other
+    ``step`` is really called, so it trains your model for up to ``batches`` steps: save the weights
+    before, or pass a copy of the model. A loader of fastdata counts this as an epoch. All other
     measurements run in forked processes.
 
     Args:
         loader: any torch ``DataLoader``, also fastdata's, or a ``CudaPrefetcher``. For any other
             iterable of batches only the loop is measured.
         step: the training step, called with each batch; by default nothing is called.
-        batches: most batches to run, at least 2. The first one is not counted.
+        batches: most batches to run, at least 2, and not more than one epoch. The first one is not
+            counted.
+
+    Returns:
+        A ``Diagnosis`` to print. Its ``limit`` is one word, such as ``"decode"`` or ``"model"``.
 
     Raises:
         ValueError: the loader gave fewer than two batches.

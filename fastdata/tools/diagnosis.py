@@ -97,8 +97,8 @@ class Diagnosis(Report):
         is_prefetched: True if a ``CudaPrefetcher`` copies batches to the device.
         loader_per_s: samples per second of an empty loop over the loader; None if not measured.
         parts: cost of each part of making a sample.
-        kept_per_s: samples per second of the loader with its samples in memory; None unless that
-            is clearly faster.
+        kept_per_s: samples per second of the loader if its samples were stored in memory; None
+            unless that is clearly faster.
         kept: how many samples this was measured on, the memory for all, and how much is free.
         imports: names to import from fastdata instead of torchvision and torch, if the loader is
             torch's.
@@ -126,15 +126,21 @@ class Diagnosis(Report):
 
     @property
     def loop_per_s(self) -> float:
+        """Samples per second of the whole loop."""
         return self.batch_size / (self.wait_s + self.step_s)
 
     @property
     def model_per_s(self) -> float:
+        """Samples per second that the loop would reach if it never waited for data."""
         return self.batch_size / max(self.step_s, 1e-9)
 
     @property
     def limit(self) -> str:
-        """The thing that limits the loop, a key of ``LIMITS``: ``"decode"`` or ``"model"``..."""
+        """The part that limits the loop, in one word.
+
+        It is ``"model"``, ``"host-to-device"``, ``"disk"``, ``"decode"``, ``"transform"``,
+        ``"collate"``, ``"workers"`` or ``"loader"``.
+        """
         # The first thing that explains the waiting is the limit: to cure another gains nothing.
         if self.waited <= _HARDLY:
             return "model"

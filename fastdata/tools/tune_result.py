@@ -34,8 +34,9 @@ class TuneResult(Report):
     """The result of ``fastdata.tune``; printed as a table of all probes, with the call to paste.
 
     Args:
-        best: arguments for ``DataLoader(dataset, shuffle=True, **result.best)``. ``workers`` is an
-            argument of fastdata's loader only; it is left out if the default engine won.
+        best: arguments for ``DataLoader(dataset, shuffle=True, **result.best)``. They include
+            ``workers`` only if another value than the default ``"auto"`` won; torch's own loader
+            does not have this argument.
         probes: all measurements in their order. The first one fills caches, and does not count.
         seconds: time of the whole search.
         is_complete: True if the search was finished, False if ``max_seconds`` ended it.
