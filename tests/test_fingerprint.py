@@ -313,6 +313,15 @@ def test_an_import_inside_a_function_is_refused() -> None:
             fingerprint(step)
 
 
+def test_a_script_from_standard_input_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module names the file <stdin>, which does not exist; its code is described by its contents."""
+    piped: Any = types.ModuleType("piped")
+    piped.__file__ = "<stdin>"
+    monkeypatch.setitem(sys.modules, "piped", piped)
+    exec("def keep(image): return image\ndef invert(image): return -image", vars(piped))
+    assert fingerprint(piped.keep) != fingerprint(piped.invert)
+
+
 def test_a_description_outlives_its_process(tmp_path: Path) -> None:
     """It is equal under another hash seed, as a script or as a module, and for code that names itself."""
     (tmp_path / "mine.py").write_text(

@@ -105,8 +105,11 @@ def _origin(module: str) -> str | None:
     if package in BY_NAME:
         return module
     path = getattr(sys.modules.get(module), "__file__", None)
+    # A script that Python reads from its standard input has the "file" <stdin>.
+    if path is None or not Path(path).is_file():
+        return None
     # An installed module, or one written in C, changes only if its file changes.
-    if path is None or (path.endswith(".py") and not is_installed(path)):
+    if path.endswith(".py") and not is_installed(path):
         return None
     version = getattr(sys.modules.get(package), "__version__", "")
     return f"{module} {version} {_hash_of(Path(path).read_bytes())}"
