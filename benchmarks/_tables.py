@@ -237,17 +237,17 @@ def chunked_table() -> str:
     """Rates and peaks of memory of data larger than the limit."""
     sections = medians("chunked.json")
     shown = {
-        "chunked": "ChunkedLoader",
-        "from disk, no limit": "all mapped, no limit",
-        "in memory, a quarter of them": "a quarter of the images, in memory",
-        "chunked, page cache emptied": "ChunkedLoader",
-        "chunked, decoded by 2 processes": "ChunkedLoader",
+        "chunked": "`ChunkedLoader`",
+        "chunked, page cache emptied": "`ChunkedLoader`",
+        "from disk, no limit": "`DataLoader`, no limit",
+        "in memory, a quarter of them": "`DataLoader`, a quarter of the images in memory",
+        "chunked, decoded by 2 processes": "`ChunkedLoader`",
         "torch and torchvision, 2 workers": "torchvision + torch",
     }
     what = {
-        "raw images, 4 GiB against 1 GiB": "raw, in the system's cache",
+        "raw images, 4 GiB against 1 GiB": "raw, in the page cache",
         "raw images, 4 GiB against 1 GiB, read from the disk each epoch": "raw, read from the disk",
-        "JPEGs of a folder, decoded each epoch, against 1 GiB, batch 64": "JPEGs, decoded",
+        "JPEGs of a folder, decoded each epoch, against 1 GiB, batch 64": "JPEG files, decoded",
     }
     rows = [
         [shown_section, label, rate(sections[name][row]), rate(peaks[row])]
@@ -256,7 +256,7 @@ def chunked_table() -> str:
         for row, label in shown.items()
         if row in sections[name]
     ]
-    header = ["files", "read by", "images/s", "peak memory, MiB"]
+    header = ["files", "read by", "images/s", "most memory, MiB"]
     return table(header, rows, "chunked.json")
 
 
