@@ -347,12 +347,12 @@ def train_table() -> str:
                 ]
             )
     header = [
-        "model, images/s",
-        "alone, on one batch",
-        "fed by fastdata",
+        "model",
+        "model alone, images/s",
+        "fed by fastdata, images/s",
         "share",
         "share in a second run",
-        "share of a step that the GPU waits",
+        "time that the GPU waits",
         "GPU in use",
     ]
     return table(header, rows, "gpu-train.json")
@@ -364,7 +364,7 @@ def feed_table() -> str:
         "torchvision and torch": "torchvision + torch, 16 workers",
         "the same, floats made on the GPU": "the same, floats made on the GPU",
         "the same, decoded on the GPU": "the same, JPEG files decoded on the GPU",
-        "fastdata": "fastdata",
+        "fastdata": "fastdata, images decoded before",
     }
     found = medians("gpu-train.json")["loaders alone, batches on the GPU"]
     rows = [[label, rate(found[name])] for name, label in shown.items()]
@@ -395,10 +395,10 @@ def transfer_table() -> str:
         for name, label in shown.items()
     ]
     header = [
-        "how the batch comes, ms",
-        "a busy step waits",
-        "length of a busy step",
-        "length of a step of 400 tiny kernels",
+        "how the batch comes",
+        "a busy step waits, ms",
+        "length of a busy step, ms",
+        "length of a step of 400 tiny kernels, ms",
     ]
     return table(header, rows, "gpu-transfer.json")
 
