@@ -79,7 +79,13 @@ class CodecTrial(NamedTuple):
 
 
 class StoragePlan(NamedTuple):
-    """The storage of prepared samples, its codec if there is one, and the reason in one line."""
+    """The storage of prepared samples, as ``dataset.storage_plan``.
+
+    Args:
+        storage: where samples are stored, such as ``"shared"``.
+        reason: the reason in one line, with the memory that is needed and free.
+        codec: name of the codec; None if samples are stored raw.
+    """
 
     storage: Storage
     reason: str
@@ -88,12 +94,19 @@ class StoragePlan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StorageReport(Report):
-    """Sizes and speeds of all codecs on some of the user's samples; printed as a table."""
+    """Sizes and speeds of all codecs on some of the user's samples; printed as a table.
 
-    raw_bytes: int  # of all samples without a codec
-    budget: Budget  # for all samples
+    Args:
+        raw_bytes: bytes of all samples without a codec.
+        budget: memory that all samples may take.
+        trials: a measurement of each codec.
+        probed: number of samples that were encoded and decoded.
+    """
+
+    raw_bytes: int
+    budget: Budget
     trials: tuple[CodecTrial, ...]
-    probed: int  # number of samples that were encoded and decoded
+    probed: int
 
     def _lines(self) -> Iterator[Line]:
         raw = CodecTrial("(raw)", (self.raw_bytes,), 1.0, math.inf)
