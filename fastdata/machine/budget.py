@@ -81,7 +81,7 @@ class CodecTrial(NamedTuple):
 class StoragePlan(NamedTuple):
     """The storage of prepared samples, as ``dataset.storage_plan``.
 
-    Args:
+    Attributes:
         storage: where samples are stored, such as ``"shared"``.
         reason: the reason in one line, with the memory that is needed and free.
         codec: name of the codec; None if samples are stored raw.
