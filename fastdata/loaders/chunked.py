@@ -61,8 +61,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
     globally.
 
     It is not a subclass of torch's loader, because Accelerate and Lightning would make that loader
-    again without these arguments. It has ``__iter__``, ``__len__``, ``dataset``, ``batch_size`` and
-    ``drop_last``, and pickles as torch's loader does, including its plan.
+    again without these arguments. A pickle or copy keeps its plan.
 
     Args:
         dataset: a fastdata dataset with ``cache_dir=``, whose samples are read from disk; or any
@@ -74,7 +73,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             torch: bytes, a string such as ``"1GiB"``, or a fraction of the free memory (memory that
             several processes share is divided among them: proportional set size). Chunks get what
             is left after the memory in use now, batches and workers, so make the loader after the
-            model; see ``plan``. Each rank has its own limit. It never changes the order.
+            model; see ``plan``. Each rank has its own limit, which never changes the order.
         shuffle: False keeps the order of the dataset.
         drop_last: True drops the last batch if it is not full. With several ranks it also drops
             samples that cannot be divided evenly; False repeats the first samples instead, as
@@ -108,9 +107,13 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
     batch. Only one iterator is open at a time: a new one ends the one before.
 
     Example:
+        >>> import tempfile
+        >>> from fastdata import CachedDataset
         >>> squares = [(torch.full((1, 2, 2), i), i * i) for i in range(10)]
-        >>> with ChunkedLoader(squares, batch_size=4, memory_limit="2GiB", num_workers=1) as loader:
-        ...     batches = [targets.tolist() for images, targets in loader]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     dataset = CachedDataset(squares, cache_dir=folder, cache_key="squares")
+        ...     with ChunkedLoader(dataset, 4, memory_limit="2GiB") as loader:
+        ...         batches = [targets.tolist() for images, targets in loader]
         >>> [len(batch) for batch in batches], sorted(sum(batches, []))
         ([4, 4, 2], [0, 1, 4, 9, 16, 25, 36, 49, 64, 81])
     """
@@ -343,7 +346,8 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         """Continue the epoch of ``state`` with the next iterator; only its rest is read.
 
         Raises:
-            ValueError: the state comes from a loader with another dataset, order or batch size.
+            ValueError: the state comes from a loader with another dataset, order, or number of
+                ranks.
         """
         self._loader.load_state_dict(state)
 

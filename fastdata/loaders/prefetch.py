@@ -114,8 +114,8 @@ class CudaPrefetcher:
             two more: the loop's, and one that is being copied. With 1 the loop may wait if some of
             its steps are much shorter than others.
         transform: called on each batch, on the device, in order, under ``torch.no_grad()``. It runs
-            in the prefetcher's thread and on its stream, so the loop's autocast and inference mode
-            do not apply: enter them inside.
+            in the prefetcher's thread, where the loop's ``torch.autocast`` has no effect: use it
+            inside of the function.
         dtype: floating-point tensors, and uint8 tensors of four or more dimensions (images), are
             cast to it on the device, before ``transform``. All others keep their dtype, such as
             int64 labels, and tensors in objects that are moved by their own ``to``.
