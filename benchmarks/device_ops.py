@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from _helper import Row, in_turns, parser, print_rows, save_rows, transforms
-from fastdata import plan_transform
 from fastdata.loaders.floats import ToFloats
 from fastdata.loaders.window import Window, window_obstacle
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec
+from fastdata.pixels.split import split_transform
 from fastdata.tools.recipes import IMAGENET_MEAN, IMAGENET_STD
 
 BATCHES = 8
@@ -80,7 +80,7 @@ def copy_of(samples: Samples, size_bytes: int) -> Callable[[int], object]:
 
 
 def section(title: str, steps: list[Any], samples: Samples, rounds: int) -> list[Row]:
-    plan = plan_transform(transforms.Compose(steps), form="pil")
+    plan = split_transform(transforms.Compose(steps), form="pil")
     program, cast = Program(plan.batch_ops, samples.spec).without_cast()
     assert not window_obstacle(plan, samples.spec)
     window = Window(program, samples.store)

@@ -95,7 +95,7 @@ def rates(names: list[str]) -> dict[str, float]:
     import_torchvision()
     from torchvision import transforms
 
-    from fastdata import plan_transform
+    from fastdata import split_transform
     from fastdata.pixels.program import Program
 
     found = {"bare copy of crops": copy_rate(256, 224)}
@@ -104,7 +104,7 @@ def rates(names: list[str]) -> dict[str, float]:
         if names and not any(part in name for part in names):
             continue
         store = stores.setdefault(side_px, Samples(side_px))
-        plan = plan_transform(transforms.Compose(steps), prepared=0)
+        plan = split_transform(transforms.Compose(steps), prepared=0)
         program = Program(plan.batch_ops, store.spec)
         output = program.output(store.spec.shape)
         assert output is not None

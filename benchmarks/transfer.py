@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from _helper import Row, in_turns, print_rows, save_rows, transforms
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, plan_transform
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader
 from fastdata.loaders.floats import ToFloats
+from fastdata.pixels.split import split_transform
 from fastdata.tools.recipes import IMAGENET_MEAN, IMAGENET_STD
 
 MIB = 1 << 20
@@ -46,7 +47,7 @@ FLIP_AND_FLOATS = [
 
 def conversion_of(steps: list[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
     """What a prefetcher does to uint8 batches of these steps."""
-    plan = plan_transform(transforms.Compose(steps), form="tensor")
+    plan = split_transform(transforms.Compose(steps), form="tensor")
     return ToFloats(plan.batch_ops[-1])
 
 

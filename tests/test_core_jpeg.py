@@ -17,13 +17,13 @@ from PIL import Image, ImageFile, ImageOps
 from torchvision import transforms as v1
 
 from data import ArrayStore
-from fastdata import plan_transform
 from fastdata.pixels.core.calls import Samples
 from fastdata.pixels.core.jpeg import Jpeg
 from fastdata.pixels.core.library import load
 from fastdata.pixels.decode import OpenedImages, decode_image, open_libjpeg
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec, addresses_of
+from fastdata.pixels.split import split_transform
 from fastdata.pixels.steps import Step
 from test_core_programs import FILTERS, GEOMETRY, SIDES
 
@@ -168,7 +168,7 @@ def test_a_program_reads_only_what_it_needs_and_serves_the_same() -> None:
             ]
             names += [pick(*GEOMETRY) for _ in range(rng.integers(3))]
             steps = tuple(GEOMETRY[name](v1, pick) for name in names)
-            plan = plan_transform(steps, channels=3, prepared=0, first=10 * first)
+            plan = split_transform(steps, channels=3, prepared=0, first=10 * first)
             programs.append(Program(plan.batch_ops, PIL_SPEC))
         one, other = programs
         decoded = ArrayStore([pixels_of(data)] * 8)
@@ -199,7 +199,7 @@ def test_a_crop_behind_a_resize_is_made_of_its_support(name: str, size: Any) -> 
                 v1.Resize(size, v1.InterpolationMode(name), antialias=True),
                 v1.CenterCrop(crop),
             )
-            plan = plan_transform(steps, channels=3, prepared=0, form=form)
+            plan = split_transform(steps, channels=3, prepared=0, form=form)
             program = Program(plan.batch_ops, SampleSpec(shape=None, dtype="uint8", form=form))
             found = next(program.prepare(OpenedImages.of_files([data], refuse))).copy()
             pixels = pixels_of(data)
@@ -292,7 +292,7 @@ def test_damaged_files_are_judged_by_pillow(monkeypatch: pytest.MonkeyPatch) -> 
             opened = OpenedImages.of_files([data], by_pillow)
             _, height, width = opened.shapes_B3[0].tolist()
             crop = v1.CenterCrop((-(-height // 3), -(-width // 2)))
-            program = Program(plan_transform(crop, channels=3, prepared=0).batch_ops, PIL_SPEC)
+            program = Program(split_transform(crop, channels=3, prepared=0).batch_ops, PIL_SPEC)
             return next(program.prepare(opened))
 
         found = verdict(crop)

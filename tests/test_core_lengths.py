@@ -9,10 +9,10 @@ import pytest
 from torchvision import transforms as v1
 
 from data import ArrayStore
-from fastdata import plan_transform
 from fastdata.pixels.decode import OpenedImages, encode_jpeg, open_libjpeg
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import addresses_of
+from fastdata.pixels.split import split_transform
 from test_transforms import images as make_images
 
 pytestmark = pytest.mark.usefixtures("levels_agree")  # pixels of all levels of instruction sets
@@ -25,7 +25,7 @@ STEPS: dict[str, list[Any]] = {
 
 
 def program_of(dtype: str, store: ArrayStore) -> Program:
-    plan = plan_transform(v1.Compose(STEPS[dtype]), prepared=0)
+    plan = split_transform(v1.Compose(STEPS[dtype]), prepared=0)
     return Program(plan.batch_ops, store.spec)
 
 

@@ -10,12 +10,12 @@ import pytest
 from torchvision import transforms as v1
 
 from data import ArrayStore
-from fastdata import plan_transform
 from fastdata.pixels.core.calls import CoreError, Keys, Table, draw
 from fastdata.pixels.core.library import load
 from fastdata.pixels.program import Program
 from fastdata.pixels.random_numbers import draw_integers, draw_uniform, sample_keys
 from fastdata.pixels.samples import SampleSpec
+from fastdata.pixels.split import split_transform
 from fastdata.pixels.steps import Step, child, sequence
 from fuzz_core import run_once
 from levels import Levels
@@ -144,7 +144,7 @@ def test_draws_are_those_of_samplers() -> None:
 def test_rotations_are_rounded_as_python_rounds() -> None:
     """Image.rotate rounds sine and cosine to 15 places."""
     step = v1.RandomRotation(180)
-    plan = plan_transform(step, prepared=0)
+    plan = split_transform(step, prepared=0)
     program = Program(plan.batch_ops, SampleSpec(shape=(3, 30, 40), dtype="uint8", form="pil"))
     count = 20000
     matrices = program.draw(np.arange(count), 0, 0, np.full((count, 3), (3, 30, 40), np.int32))[
@@ -170,7 +170,7 @@ def test_magnitudes_are_asked_for_each_size_once() -> None:
 
     sizes = [(8 + n % 20, 9 + n // 20) for n in range(60)]
     store = ArrayStore(images(60, *sizes))
-    plan = plan_transform((Counted(), v1.CenterCrop(8)), prepared=0)
+    plan = split_transform((Counted(), v1.CenterCrop(8)), prepared=0)
     program = Program(plan.batch_ops, store.spec)
     out = np.empty((60, 3, 8, 8), np.uint8)
     for _ in range(2):

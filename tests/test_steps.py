@@ -24,11 +24,12 @@ from torchvision.transforms import v2
 
 from conftest import shown
 from data import ArrayStore
-from fastdata import AlternatingFlip, CachedDataset, plan_transform
+from fastdata import AlternatingFlip, CachedDataset
 from fastdata.pixels.core.library import load
 from fastdata.pixels.program import Program
 from fastdata.pixels.random_numbers import draw_integers, draw_uniform, sample_keys
 from fastdata.pixels.readers import READERS
+from fastdata.pixels.split import split_transform
 from fastdata.pixels.steps import child
 from test_transforms import EPOCH, SEED, images, reference, to_array, to_form
 
@@ -168,7 +169,7 @@ def test_the_docs_name_every_step_that_is_served() -> None:
 
 def program_of(step: Any, store: ArrayStore) -> Program:
     """Return the program of one step, even of a step that would usually be prepared."""
-    plan = plan_transform(
+    plan = split_transform(
         step, form=store.spec.form, channels=store.samples[0].shape[0], prepared=0
     )
     assert not plan.per_sample, plan.obstacle
@@ -1007,15 +1008,15 @@ def test_timm_conversions(timm_data: Any, form: str) -> None:
         want = to_array(step(to_form(array, form)))
         assert got.dtype == want.dtype
         assert np.array_equal(got, want)
-    assert "MaybePILToTensor" in plan_transform(timm_data.transforms.ToNumpy()).reason
+    assert "MaybePILToTensor" in split_transform(timm_data.transforms.ToNumpy()).reason
 
 
 def test_timm_training_transform(timm_data: Any) -> None:
     """The transform of timm's create_transform for training runs on whole batches."""
     options = {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "re_mode": "pixel"}
-    plan = plan_transform(timm_data.create_transform(224, is_training=True, **options))
+    plan = split_transform(timm_data.create_transform(224, is_training=True, **options))
     assert (plan.prepare, plan.per_sample, plan.is_batched) == ((), (), True)
-    assert plan_transform(timm_data.create_transform(224, is_training=True)).is_batched
+    assert split_transform(timm_data.create_transform(224, is_training=True)).is_batched
 
 
 # Published callables of PIL images
@@ -1113,10 +1114,10 @@ class WiderBlur(MoCoBlur):
 
 def test_variants_of_published_callables_run_as_written() -> None:
     """Other code, tensors and invalid ranges are not taken for the published callables."""
-    assert plan_transform(MoCoBlur((1, 1))).per_sample == ()
-    assert plan_transform(v1.Compose([v1.ToTensor(), MoCoBlur((1, 1))])).per_sample
+    assert split_transform(MoCoBlur((1, 1))).per_sample == ()
+    assert split_transform(v1.Compose([v1.ToTensor(), MoCoBlur((1, 1))])).per_sample
     for step in (WiderBlur((1, 1)), MoCoBlur((2, 1)), MoCoBlur(None)):
-        assert plan_transform(step).per_sample == (step,)
+        assert split_transform(step).per_sample == (step,)
 
 
 # What is not served
@@ -1134,7 +1135,7 @@ def test_variants_of_published_callables_run_as_written() -> None:
 )
 def test_what_is_not_served_is_named(step: Any) -> None:
     """The step and all after it run as written, and the plan says which one it was."""
-    plan = plan_transform(v1.Compose([v1.RandomHorizontalFlip(), step, v1.ToTensor()]))
+    plan = split_transform(v1.Compose([v1.RandomHorizontalFlip(), step, v1.ToTensor()]))
     assert plan.per_sample[0] is step
     assert type(step).__name__ in str(plan.obstacle)
 
@@ -1179,4 +1180,4 @@ def test_subclasses_of_known_steps_run_as_written() -> None:
         pass
 
     transform = Mine()
-    assert plan_transform(transform).per_sample == (transform,)
+    assert split_transform(transform).per_sample == (transform,)

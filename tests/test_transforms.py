@@ -19,10 +19,11 @@ from torchvision.transforms.v2 import functional as F  # noqa: N812
 
 from conftest import shown
 from data import ArrayStore
-from fastdata import CachedDataset, DataLoader, plan_transform
+from fastdata import CachedDataset, DataLoader
 from fastdata.errors import SampleError
 from fastdata.pixels.program import Program
 from fastdata.pixels.random_numbers import draw_uniform, sample_keys
+from fastdata.pixels.split import split_transform
 
 SEED, EPOCH = 11, 3
 NORM = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -121,7 +122,7 @@ def resized_crop_box(step: Any, sample: Any, draw: Any) -> tuple[int, int, int, 
 
 def compiled(steps: Sequence[Any], store: ArrayStore) -> Program:
     channels = store.samples[0].shape[0]
-    plan = plan_transform(v1.Compose(list(steps)), form=store.spec.form, channels=channels)
+    plan = split_transform(v1.Compose(list(steps)), form=store.spec.form, channels=channels)
     assert not plan.prepare, "give the test a random step first, or nothing is left for the batch"
     assert not plan.per_sample, plan.obstacle
     return Program(plan.batch_ops, store.spec)
@@ -570,7 +571,7 @@ def test_samples_that_are_no_uint8_images(samples: np.ndarray) -> None:
     with pytest.raises(
         ValueError, match=rf"the samples are {samples.dtype} of shape .*batch_ops=False"
     ):
-        Program(plan_transform(v1.RandomHorizontalFlip(), form="tensor").batch_ops, store.spec)
+        Program(split_transform(v1.RandomHorizontalFlip(), form="tensor").batch_ops, store.spec)
 
 
 # Forms that are served

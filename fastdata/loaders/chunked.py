@@ -69,11 +69,10 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             without its images, also one at a URL, use ``CachedDataset.from_cache``. For a cache at
             a URL, ``local_cache`` needs room for two chunks of every rank of the machine.
         batch_size: number of samples in a batch.
-        memory_limit: limit for all memory of this process and its children, including Python and
-            torch: bytes, a string such as ``"1GiB"``, or a fraction of the free memory (memory that
-            several processes share is divided among them: proportional set size). Chunks get what
-            is left after the memory in use now, batches and workers, so make the loader after the
-            model; see ``plan``. Each rank has its own limit, which never changes the order.
+        memory_limit: limit for all memory of this process and its children, with Python and torch
+            (their proportional set sizes): bytes, a string such as ``"1GiB"``, or a fraction of the
+            free memory. Chunks get what is left after the memory in use now, batches and workers,
+            so make the loader after the model; see ``plan``. Each rank has a limit of its own.
         shuffle: False keeps the order of the dataset.
         drop_last: True drops the last batch if it is not full. With several ranks it also drops
             samples that cannot be divided evenly; False repeats the first samples instead, as
@@ -84,16 +83,15 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             order depends on this number and on ``mix_chunks``, so all ranks must use the same.
         mix_chunks: number of pieces in a chunk. A piece is a run of neighbouring samples; the
             pieces of a chunk come from random places of the dataset, and all of their samples are
-            shuffled. The default is 32 if samples are stored on disk; otherwise the shuffle is
-            global.
+            shuffled. The default is 32 if samples are stored on disk, else the shuffle is global.
         num_workers: maximum number of threads or processes that make batches; by default the number
             of usable cores. There are fewer if memory is short.
         collate_fn: as in torch; the default is ``fastdata.collate``.
         seed: seed of the order; all ranks must use the same. The random numbers of transforms
             depend on the dataset's own seed. If it has none, torch's generator gives a base seed
             for each epoch, as in torch's loader.
-        rank: number of this rank, which decides its share of each epoch; by default that of
-            ``torch.distributed``, or of torchrun's environment variables.
+        rank: number of this rank; by default that of ``torch.distributed``, or of torchrun's
+            environment variables.
         world_size: number of ranks, with the same default.
 
     Attributes:
@@ -103,8 +101,8 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         MemoryBudgetError: ``memory_limit`` is too small for the batches and two chunks of one batch
             each.
 
-    A damaged sample raises ``SampleError`` instead of its batch; call ``next`` again for the next
-    batch. Only one iterator is open at a time: a new one ends the one before.
+    A damaged sample raises ``SampleError`` in place of its batch; ``next`` then gives the next one.
+    Only one iterator is open at a time: a new one ends the one before.
 
     Example:
         >>> import tempfile
@@ -346,8 +344,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         """Continue the epoch of ``state`` with the next iterator; only its rest is read.
 
         Raises:
-            ValueError: the state comes from a loader with another dataset, order, or number of
-                ranks.
+            ValueError: the state is of a loader with another dataset, order, or number of ranks.
         """
         self._loader.load_state_dict(state)
 
