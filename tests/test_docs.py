@@ -7,6 +7,7 @@ import builtins
 import errno
 import gc
 import importlib
+import os
 import re
 import runpy
 import shlex
