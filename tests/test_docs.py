@@ -259,7 +259,7 @@ def said_pieces() -> list[str]:
 
 def words_nowhere_said(quote: str, pieces: list[str]) -> list[str]:
     """The words of a quoted message that are neither in a text of the package nor a value."""
-    for piece in pieces:
+    for piece in (piece for piece in pieces if piece in quote):
         quote = re.sub(rf"(?<![\w/])(?<!\w[.:]){re.escape(piece)}(?![\w/])(?![.:]\d)", " ", quote)
     return re.findall(r"[^\W\d_]+", VALUE.sub(" ", quote))
 
