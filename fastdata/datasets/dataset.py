@@ -94,10 +94,10 @@ class PreparedDataset(Dataset[Any]):
                 ``engine`` and ``shard_bytes``, if they are given, with its ``**options``.
 
         Returns:
-            The dataset, whose samples are all in the cache.
+            The dataset. All of its samples are in the cache.
 
         Raises:
-            ValueError: there is no ``cache_dir=``, or ``engine`` is none of these.
+            ValueError: ``cache_dir=`` is missing, or ``engine`` is none of these.
             Exception: the errors of the dataset's class.
         """
         if engine != "local":

@@ -101,7 +101,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         MemoryBudgetError: ``memory_limit`` is too small for the batches and two chunks of one batch
             each.
 
-    A damaged sample raises ``SampleError`` in place of its batch; ``next`` then gives the next one.
+    A damaged sample raises ``SampleError`` instead of its batch; ``next`` then gives the next one.
     Only one iterator is open at a time: a new one ends the one before.
 
     Example:

@@ -133,7 +133,7 @@ class CudaPrefetcher:
         ValueError: when an epoch begins: ``batch_ops="device"``, but they cannot run there.
         MemoryBudgetError: when an epoch begins: ``storage="device"`` does not fit there.
 
-    An exception of the loader or of ``transform`` is raised in place of its batch. If a thread
+    An exception of the loader or of ``transform`` is raised instead of its batch. If a thread
     reads the loader, random numbers that the loader takes from global generators mix with those of
     the training loop in no fixed order. A loader of your own must not write again to a pinned
     tensor that it has yielded, because the tensor is read later, when the copy runs. Pinned memory

@@ -65,7 +65,7 @@ class Views:
 class AlternatingFlip:
     """Mirror each image left to right in every second epoch; half of the images begin mirrored.
 
-    Write it into a transform in place of ``RandomHorizontalFlip``. Two successive epochs always
+    Write it into a transform instead of ``RandomHorizontalFlip``. Two successive epochs always
     show both sides of each image. ``RandomHorizontalFlip`` shows half of the images with the same
     side twice (K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single
     GPU", arXiv 2404.00498). Epochs are counted if the dataset has a ``seed``; otherwise set them
