@@ -109,6 +109,24 @@ def test_the_transform_of_a_dataset_in_a_subset_runs_on_whole_batches() -> None:
         assert len({dataset[0][0].sum().item() for _ in range(8)}) > 1  # it is drawn again
 
 
+class Odd:
+    """An object like Cython's functions, whose type has no name of a module."""
+
+    __module__ = property(lambda self: "odd")  # type: ignore[assignment]
+
+    def __call__(self, image: Any) -> Any:
+        return image
+
+
+def test_the_transform_of_a_dataset_with_functions_of_cython_runs_on_whole_batches() -> None:
+    """A table of pandas holds such functions; the transform is taken over in spite of that."""
+    inner = Pictures(transform=T.Compose([Odd(), RANDOM]))
+    inner.table = Odd()
+    with CachedDataset(inner) as dataset:
+        assert dataset.transform is inner.transform
+        assert len(dataset.plan.unknown) == 1
+
+
 def test_the_transform_of_items_that_are_dicts_runs_on_whole_batches() -> None:
     with CachedDataset(Named(RANDOM)) as dataset:
         batch = next(iter(DataLoader(dataset, batch_size=4)))

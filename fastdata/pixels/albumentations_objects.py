@@ -127,7 +127,8 @@ _CHOOSING = _names("OneOf OneOrOther RandomOrder SomeOf")
 
 
 def is_of_albumentations(value: Any) -> bool:
-    return type(value).__module__.startswith(PACKAGE)
+    # Some types, such as that of Cython's functions, have a descriptor there instead of a text.
+    return str(type(value).__module__).startswith(PACKAGE)
 
 
 def name_in_albumentations(transform: Any) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdata.pixels.albumentations_objects import varies
+from fastdata.pixels.albumentations_objects import is_of_albumentations, varies
 from fastdata.pixels.bytecode import names_in_code, with_inner
 from fastdata.pixels.compose import flatten_transform
 from fastdata.pixels.fingerprint import ATOMS, BY_NAME, closed_over, is_installed, is_plain, name_of
@@ -73,10 +73,8 @@ def is_always_applied(transform: Any) -> bool | None:
 
     Return None for objects of other libraries.
     """
-    is_theirs = type(transform).__module__.startswith("albumentations.")
-    probability = (
-        None if isinstance(transform, type) or not is_theirs else getattr(transform, "p", None)
-    )
+    is_theirs = is_of_albumentations(transform) and not isinstance(transform, type)
+    probability = getattr(transform, "p", None) if is_theirs else None
     if probability is None:
         return None
     parts = getattr(transform, "transforms", ())

@@ -43,24 +43,25 @@ def known_name(transform: Any) -> str:
     kind = type(transform)
     if kind is AlbumentationsTransform:
         return known_name(transform.transform)
-    if kind.__module__.startswith(PACKAGE):
+    module = str(kind.__module__)  # Cython's functions have a descriptor there
+    if module.startswith(PACKAGE):
         name = name_in_albumentations(transform)
         return name and f"A.{name}"
     if kind is torch.nn.Identity:
         return "" if is_changed(transform) else "Identity"
-    if not kind.__module__.startswith(LIBRARIES):
+    if not module.startswith(LIBRARIES):
         if getattr(transform, "__module__", None) == "PIL.ImageOps":
             return str(transform.__name__)
         # A subclass may differ, so the attribute is not inherited.
         return str(vars(kind).get("__torchvision_equal__", ""))
     if is_changed(transform):
         return ""
-    return f"timm.{kind.__name__}" if kind.__module__.startswith("timm.") else str(kind.__name__)
+    return f"timm.{kind.__name__}" if module.startswith("timm.") else str(kind.__name__)
 
 
 def is_v2(transform: Any) -> bool:
     """Return True for a transform of ``torchvision.transforms.v2``."""
-    return type(transform).__module__.startswith("torchvision.transforms.v2")
+    return str(type(transform).__module__).startswith("torchvision.transforms.v2")
 
 
 def is_changed(transform: Any) -> bool:
