@@ -40,9 +40,10 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-def run(name: str, seed: int, *, ordered: bool = False) -> list[str]:
+def run(name: str, seed: int, *, ordered: bool = False, driver: str = "") -> list[str]:
     """Run one schedule of a scenario; what was seen to be wrong."""
     sim = Sim(seed, devices=2 if name == "second_device" else 1, ordered=ordered)
+    sim.driver = driver or sim.driver
     found: list[str] = []
     available_bytes = limits.available_bytes
     limits.available_bytes = lambda: limits.Available(bytes=1 << 40, limited_by="the test")
@@ -406,7 +407,8 @@ def store_on_the_device(sim: Sim) -> None:
         ours(sim, "device", "crop", "auto", epochs=2)
     finally:
         resident.CHUNK_BYTES = before
-    if sum(sim.sent) > 16 * 144 + 2500:  # and where windows lie, in each epoch
+    # And where windows lie, in each epoch; and what a kernel is compared for.
+    if sum(sim.sent) > 16 * 144 + 2700:
         sim.violation(f"the store was sent more than once: {sum(sim.sent)} bytes")
 
 

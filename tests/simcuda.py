@@ -147,6 +147,9 @@ class SimTensor(torch.Tensor):
         like = torch.empty_like(self.cells, device="meta", memory_format=memory_format)
         return sim().empty(self.device, like).copy_(self)
 
+    def data_ptr(self) -> int:
+        return self.cells.data_ptr()
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -173,6 +176,7 @@ class Stream:
         self.work: deque[tuple[str, Any, list[tuple[Memory, int]]]] = deque()
         self.done = self.queued = 0
         self.waits: list[tuple[Event, int, int]] = []  # and how much was queued before
+        self.cuda_stream = len(self._owner.streams)  # its handle; 0 is a default stream
         self._owner.streams.append(self)
         self.name = f"{self.device}/{len(self._owner.streams)}"
         self._owner.scheduler.add(self)
@@ -728,6 +732,7 @@ class Sim:
         lost: text of an error that every call raises from now on, as after an error of a kernel.
         refuses_to_pin: as a driver that has no more memory to lock.
         limit_bytes: of memory that tensors may take; beyond it they cannot be made.
+        driver: name of the driver's library; there is none by default.
         capture: of the capture in progress, the thread, whether it is valid yet, and the device.
     """
 
@@ -742,6 +747,7 @@ class Sim:
         self.streams: list[Stream] = []
         self.lost = ""
         self.refuses_to_pin = False
+        self.driver = "no driver of a simulated device"
         self.capture: list[Any] | None = None
         self.contexts: set[torch.device] = set()
         self.free_bytes = 1 << 30
@@ -753,6 +759,7 @@ class Sim:
         self.on_wait: Callable[[Event], None] = lambda event: None  # of the loop, inside next()
         self.order = Order(self, is_on=ordered)
         self.scheduler: Freely | Schedule = Freely(self) if seed is None else Schedule(self, seed)
+        self._blocks: weakref.WeakSet[Block] = weakref.WeakSet()
         self._free: dict[Any, list[Memory]] = defaultdict(list)
         self._leaving: list[tuple[list[tuple[Stream, int]], Stream, Memory]] = []
         self._pinned: dict[
@@ -868,7 +875,9 @@ class Sim:
                 pool.append(Memory(size))
             self.live_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            return Block(self, stream, pool.pop(), nbytes)
+            block = Block(self, stream, pool.pop(), nbytes)
+            self._blocks.add(block)
+            return block
 
     def free(self, block: Block) -> None:
         if not _current or sim() is not self:
@@ -933,6 +942,27 @@ class Sim:
                 [(*_span(t), False) for t in reads] + [(*_span(t), True) for t in writes],
             )
             stream.push(kind, work, [(t.block.memory, t.block.number) for t in (*reads, *writes)])
+        self.scheduler.point()
+
+    def launch_at(
+        self, handle: int, work: Callable[[], Any], *, reads: list[int], writes: list[int]
+    ) -> None:
+        """Queue a kernel that was given addresses: it may touch all of the memory that each is in."""
+        self.counts["cuLaunchKernel"] += 1
+        stream = self.streams[handle]
+        with self.lock:
+            blocks = list(self._blocks)
+            spans, stamps = [], []
+            for address in (*reads, *writes):
+                found = [block for block in blocks if block.memory.holds(address, 1)]
+                if not found:
+                    self.violation("a kernel gets the address of memory that is free")
+                for block in found:
+                    memory = block.memory
+                    spans.append((memory, 0, len(memory.array), address in writes))
+                    stamps.append((memory, block.number))
+            self.order.work(stream, "cuLaunchKernel", spans)
+            stream.push("cuLaunchKernel", work, stamps)
         self.scheduler.point()
 
     # Memory of the host
@@ -1153,7 +1183,7 @@ class Sim:
     def installed(self) -> Iterator[Sim]:
         """Let torch.cuda, and in a schedule the prefetcher's threads and queues, be the simulation's."""
         from fastdata.datasets.buffers import BatchRing
-        from fastdata.loaders import copy_thread, iterators, loop_copies, pinned
+        from fastdata.loaders import copy_thread, driver, iterators, loop_copies, pinned
 
         saved: list[tuple[Any, str, Any]] = []
 
@@ -1228,6 +1258,8 @@ class Sim:
         put(torch, empty=any_empty, empty_like=any_like)
         put(BatchRing, lease=overwriting)
         put(pinned, ctypes=loaded)
+        put(driver, LIBRARY=self.driver)
+        driver.find_kernel.cache_clear()
         is_scheduled = isinstance(self.scheduler, Schedule)
         if is_scheduled:
             threads.Lock = SimLock
@@ -1252,6 +1284,7 @@ class Sim:
                 if isinstance(thread, SimThread):
                     threading.Thread.join(thread, 5)
             _current.remove(self)
+            driver.find_kernel.cache_clear()
             for owner, name, value in reversed(saved):
                 delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
             if was_enabled:

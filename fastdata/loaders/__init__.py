@@ -33,4 +33,5 @@ The device:
 - ``device``: devices, and batch ops that end on one
 - ``floats``: the conversion to floats there
 - ``resident``, ``window``: a store on the device, and the crops that are cut from it
+- ``device_cut``, ``driver``: the cut by a CUDA kernel of the package, if the driver takes it
 """

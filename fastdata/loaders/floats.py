@@ -45,6 +45,7 @@ class ToFloats:
     Attributes:
         dtype: dtype of the floats.
         is_channels_last: True if they have this memory format; otherwise it is that of the uint8.
+        is_float64: True if the pass computes in float64.
         divides: True if values are divided, False if they are multiplied and shifted.
     """
 
@@ -69,6 +70,7 @@ class ToFloats:
         # Half floats are computed as float32 and rounded once, as on the CPU.
         kind = torch.promote_types(own, torch.float32)
         self._both_2C11 = torch.tensor(both[:, :, None, None], dtype=kind)
+        self.is_float64 = kind is torch.float64
         wanted = form.dtype or own
         rounds_once = own is kind and wanted.is_floating_point
         self.dtype = wanted if rounds_once else own

@@ -23,6 +23,8 @@ from fastdata.datasets.buffers import BatchRing
 from fastdata.datasets.samples import ReaderHandle
 from fastdata.datasets.trees import map_batch
 from fastdata.datasets.visits import IndexBatch
+from fastdata.loaders.device_cut import DeviceCut
+from fastdata.loaders.floats import ToFloats
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.pinned import PinnedMemory, allocated_bytes, device_memory
 from fastdata.loaders.progress import Progress
@@ -80,19 +82,19 @@ class StoreCut(Iterator[Any]):
         loader: DataLoader[Any],
         handle: ReaderHandle,
         samples_NCHW: Tensor,
-        convert: Transform | None,
+        convert: ToFloats | None,
         *,
         send: Send,
         cast: Transform,
     ) -> None:
         self._handle = handle
         self._device = samples_NCHW.device
-        self._convert = convert
         self._send = send
-        self._cast = cast
-        self._stream: Any = None  # on which batches were cut
+        # The stream of the latest work: the constants of the cut, later batches.
+        self._stream = torch.cuda.current_stream(self._device)
         [program] = handle().without_cast[0].programs
         self._window = Window(program, samples_NCHW)
+        self._make = DeviceCut(self._window, convert, cast)
         read = partial(_read_targets, handle)
         path = f"whole batches, cut on {self._device}"
         self._indices = loader._fastdata.iterate(
@@ -158,7 +160,7 @@ class StoreCut(Iterator[Any]):
     @torch.inference_mode(False)  # it may be on where the first batch of a group is requested
     def _cut(self, group: Collection[Indices]) -> Iterable[tuple[Tensor, Any, Any]]:
         stream = torch.cuda.current_stream(self._device)
-        if self._stream is not None and self._stream != stream:
+        if self._stream != stream:
             stream.wait_stream(self._stream)  # constants were sent on it
         self._stream = stream
         for tensor in self._window.tensors:
@@ -175,12 +177,10 @@ class StoreCut(Iterator[Any]):
         if numbers is not None:
             small.append(torch.from_numpy(numbers[index_B]))
         sent = _send_together(small, self._send)
-        images = self._window.cut(sent[0], None if line_2B is None else sent[1])
-        if self._convert is not None:
-            images = self._convert(images)
+        images = self._make(sent[0], None if line_2B is None else sent[1])
         # "unsafe": the parts do not count as views, for which autograd forbids some operations.
         sizes = list(map(len, batches))
-        parts = self._cast(images).unsafe_split_with_sizes(sizes)
+        parts = images.unsafe_split_with_sizes(sizes)
         if numbers is not None:
             targets = sent[-1].unsafe_split_with_sizes(sizes)
         return zip(parts, targets, marks, strict=True)
