@@ -37,9 +37,9 @@ class CachedDataset(PreparedDataset):
             array, target). Or the path or URL of WebDataset's tars, a pattern such as
             ``"train-{000..009}.tar"``, or a list of these. For other formats see
             docs/other-datasets.md. Collect an iterable dataset first: ``list(dataset)``. Each item
-            is read once; ``prepare_workers`` says by what. A dataset that is random is refused,
-            because every epoch would see the same random choices; see ``frozen``. Items and batches
-            keep the form that the dataset gives them. Other forms of items:
+            is read once, by the threads or processes of ``prepare_workers``. A dataset that makes
+            random choices is refused, because every epoch would see the same ones; see ``frozen``.
+            Items and batches keep the form that the dataset gives them. Other forms of items:
 
             * The sample may be a tuple of images, and the target may be an image or array too, such
               as a mask. All of them are stored.
@@ -65,23 +65,23 @@ class CachedDataset(PreparedDataset):
         transforms: function that is called with sample and target together, for masks and boxes,
             as for torchvision's datasets; not together with the other two. Known steps of v2 run
             on whole batches of images with a ``tv_tensors.Mask``.
-        frozen: True to accept a dataset that is random, and store one random version of each item
-            for all epochs. Default: such a dataset is a ValueError, or only a warning with a
-            ``cache_key``. To find out, a few items are read several times.
+        frozen: True to accept a dataset that makes random choices, and store one random version of
+            each item for all epochs. Default: such a dataset is a ValueError, or only a warning
+            with a ``cache_key``. To find out, a few items are read several times.
         options: see ``DatasetOptions``.
 
     ``CachedDataset.from_cache`` opens a cache in ``cache_dir`` without ``dataset``.
 
     Raises:
         TypeError: ``dataset`` has no ``__getitem__`` or ``__len__``, or its items differ in form.
-        ValueError: ``dataset`` is random, or arguments contradict each other.
+        ValueError: ``dataset`` makes random choices, or arguments contradict each other.
         SampleError: a sample cannot be read or prepared. It has the path and index of the sample.
         IngestError: too many samples are damaged, or the machine has reached a limit.
         RemoteError: a server, disk or mount does not answer.
         CacheError: ``cache_dir`` cannot be written, or its disk is full.
         MemoryBudgetError: ``storage="shared"`` does not fit. Raised before anything is allocated.
 
-    Samples are prepared when the dataset is made, or on the first read; so are these errors. A
+    Samples are prepared when the dataset is made, or when they are first read; errors come then. A
     pickled dataset is a handle of a few hundred bytes plus the transforms. It opens only on the
     same machine, while the process that made it exists. ``close()`` frees the memory, and so does
     deleting the last reference.

@@ -70,9 +70,9 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             a URL, ``local_cache`` needs room for two chunks of every rank of the machine.
         batch_size: number of samples in a batch.
         memory_limit: limit for all memory of this process and its children, with Python and torch
-            (their proportional set sizes): bytes, a string such as ``"1GiB"``, or a fraction of the
-            free memory. Chunks get what is left after the memory in use now, batches and workers,
-            so make the loader after the model; see ``plan``. Each rank has a limit of its own.
+            (memory that they share counts once): bytes, ``"1GiB"``, or a fraction of the free
+            memory. Chunks get what is left after the memory in use now, batches and workers, so
+            make the loader after the model; see ``plan``. Each rank has a limit of its own.
         shuffle: False keeps the order of the dataset.
         drop_last: True drops the last batch if it is not full. With several ranks it also drops
             samples that cannot be divided evenly; False repeats the first samples instead, as

@@ -46,7 +46,7 @@ _NO_STREAM = (
 
 
 class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-arg]
-    """torch's DataLoader, which reads with threads where the dataset reads whole batches.
+    """torch's DataLoader. It reads with threads if the dataset can make whole batches.
 
     The arguments up to ``in_order`` are torch's. These differ or are new:
 

@@ -121,12 +121,12 @@ class CudaPrefetcher:
             int64 labels, and tensors in objects that are moved by their own ``to``.
         channels_last: give tensors of four dimensions this memory format, on the device, before
             ``transform``. This is also done if the loader has this ``memory_format``.
-        batch_ops: where the batch ops of fastdata's loaders run. With ``"auto"`` they end on the
-            device if threads read whole batches: uint8 is sent and converted there, and with
-            ``storage="device"`` also cut there. Random numbers and pixels are those of the CPU
-            (floats within 1e-6). Otherwise, and with ``"cpu"``, they run before batches are sent.
-            ``"device"``: on the device, or an error. ``report().batch_ops`` gives the choice and
-            the reason.
+        batch_ops: where the batch ops of fastdata's loaders run: the steps of the transform that
+            run on whole batches. With ``"auto"`` they end on the device if threads read: uint8 is
+            sent and converted there, and with ``storage="device"`` also cut there. Random numbers
+            and pixels are those of the CPU (floats within 1e-6). Otherwise, and with ``"cpu"``,
+            they run before batches are sent. ``"device"``: on the device, or an error.
+            ``report().batch_ops`` gives the choice and the reason.
 
     Raises:
         DeviceError: torch does not see the device.

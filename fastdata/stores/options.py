@@ -127,11 +127,11 @@ class DatasetOptions(TypedDict, total=False):
         memory_limit: the most memory that stored samples may take: bytes, ``"8GiB"``, or a fraction
             of the free memory. Default: all free memory, minus a reserve of 10 %. It does not
             limit batches and workers; the ``memory_limit`` of ``ChunkedLoader`` does.
-        seed: seed of the random numbers of batch ops. With a number, they depend only on it, the
-            epoch and the sample. ``None`` (default): torch draws a new base seed for each epoch,
-            so ``torch.manual_seed`` and ``generator=`` decide. fastdata's loaders count the epochs;
-            ``set_epoch`` sets the number. Reads without an epoch, such as ``dataset[3]`` before
-            ``set_epoch``, use torch's generator.
+        seed: seed of the random steps that run on whole batches. With a number, their random
+            numbers depend only on it, the epoch (which fastdata's loaders count, and ``set_epoch``
+            sets) and the sample. ``None`` (default): torch draws a new base seed for each epoch, so
+            ``torch.manual_seed`` and ``generator=`` decide. Reads without an epoch, such as
+            ``dataset[3]`` before ``set_epoch``, use torch's generator.
         batch_ops: True (default) to run known random transforms on whole batches, with random
             numbers of fastdata; False to run them per sample, exactly as written.
         return_index: True to add the index of each sample to its item: (image, label, index), or
