@@ -392,7 +392,7 @@ MUTANTS = [
         "store_on_the_device",
     ),
     Mutant(
-        "what is cut on another stream does not wait for the copy of the store",
+        "an epoch on another stream does not wait for the copy of the store",
         RESIDENT,
         "    for chunk in chunks:\n        chunk.is_read.synchronize()\n",
         "",

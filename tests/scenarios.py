@@ -442,10 +442,14 @@ def store_and_streams(sim: Sim) -> None:
 
 @scenario
 def store_on_another_stream(sim: Sim) -> None:
-    """Samples without batch ops are taken on another stream than the one on which they were copied."""
-    with prefetcher(sim, loader_of("device", "none", 0)) as batches:
-        taking = Taking(sim, batches)
+    """An epoch has another stream than the one before, which copied the samples and was left at its start."""
+    loader = loader_of("device", "none", 0)
+    with prefetcher(sim, loader) as batches:
+        loader.set_epoch(2)
+        iter(batches)
+        loader.set_epoch(2)
         with torch.cuda.stream(torch.cuda.Stream()):
+            taking = Taking(sim, batches)
             made = [(images.clone(), labels.clone()) for images, labels in taking]
     check(made, expected_of("none"))
 
