@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdata.pixels.albumentations_objects import is_of_albumentations, settings_of
+from fastdata.pixels.albumentations_objects import PACKAGE, settings_of
 from fastdata.pixels.callables import outside_of
 from fastdata.pixels.known import LIBRARIES
 
@@ -57,13 +57,14 @@ class Snapshot:
             elif isinstance(value, (torch.Tensor, np.ndarray)):
                 self._others.append((_octets, value, _octets(value)))
             else:
-                if is_of_albumentations(value):
+                module = str(type(value).__module__)
+                if module.startswith(PACKAGE):
                     # Only the settings: calls of a step per sample change its other attributes.
                     self._others.append((settings_of, value, settings_of(value)))
                     waiting += settings_of(value).values()
                     continue
                 waiting.append(getattr(value, "__dict__", None))
-                if callable(value) and not str(type(value).__module__).startswith(LIBRARIES):
+                if callable(value) and not module.startswith(LIBRARIES):
                     outside = outside_of(value)
                     self._others.append((outside_of, value, outside))
                     waiting += outside.values()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastdata.pixels.albumentations_objects import is_of_albumentations
+from fastdata.pixels.albumentations_objects import PACKAGE
 from fastdata.pixels.callables import seen_through, seen_through_pair
 from fastdata.pixels.known import is_changed, is_v2, known_name
 from fastdata.pixels.own_transforms import (
@@ -52,7 +52,7 @@ def _parts_of(transform: Any) -> Sequence[Any] | None:
         return tuple(transform.transforms)
     if name == "ImageClassification":
         return _transforms_of_preset(transform, str(vars(transform)))
-    if is_of_albumentations(transform):
+    if str(kind.__module__).startswith(PACKAGE):
         return wrapped_parts(transform)
     if name == "Lambda" and getattr(transform, "types", (object,)) == (object,):
         return _called_by(transform.lambd)
