@@ -18,8 +18,8 @@ from simcuda import sim
 __all__ = ["FakeDriver", "find_driver"]
 
 FLAGS = "-std=gnu11 -O2 -ffp-contract=off -fPIC -fvisibility=hidden -Wall -Wextra -Werror -shared"
-NUMBERS, POINTERS = 14, 8
-"""The arguments are fourteen numbers; a pointer to what is written; and seven to what is read, or null."""
+NUMBERS, POINTERS = 15, 8
+"""The arguments are fifteen numbers; a pointer to what is written; and seven to what is read, or null."""
 
 
 class FakeDriver:

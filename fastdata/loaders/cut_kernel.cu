@@ -12,13 +12,16 @@
 
 enum { UINT8, FLOAT32, FLOAT16, BFLOAT16 };
 
-/* All numbers are as large as pointers, so Python fills it as one list. */
 typedef struct {
-    long long channels, rows, columns; /* of a stored sample */
-    long long batch, out_channels, height, width;
-    long long out_sample, out_channel, out_row, out_column; /* steps in `out`, in elements */
+    long long samples, channels, rows, columns;
+} Axes;
+
+/* All numbers are as large as pointers. */
+typedef struct {
+    Axes stored;                   /* shape of all stored samples */
+    Axes shape, steps;             /* of `out`; steps in elements */
     long long scales, divides, dtype;
-    void *out;                     /* (batch, out_channels, height, width) */
+    void *out;                     /* (batch, channels, height, width) */
     const unsigned char *samples;  /* (., channels, rows, columns) */
     const long long *index;        /* (batch,) */
     const float *constants;        /* (2, scales): factors or divisors, then summands; null: values stay uint8 */
@@ -71,24 +74,24 @@ FUNCTION void write(const Cut *cut, long long at, long long channel, unsigned ch
 /* Make the pixels first, first + step ... of a sample of the batch. */
 FUNCTION void cut_pixels(const Cut *cut, unsigned int b, unsigned int first, unsigned int step)
 {
-    long long pixels = cut->height * cut->width;
-    long long plane = cut->rows * cut->columns;
-    const unsigned char *sample = cut->samples + cut->index[b] * cut->channels * plane;
+    long long pixels = cut->shape.rows * cut->shape.columns;
+    long long plane = cut->stored.rows * cut->stored.columns;
+    const unsigned char *sample = cut->samples + cut->index[b] * cut->stored.channels * plane;
     for (long long pixel = first; pixel < pixels; pixel += step) {
         /* In 32 bits, which are divided faster. Samples have fewer than 2^32 pixels. */
-        unsigned int width = (unsigned int)cut->width;
+        unsigned int width = (unsigned int)cut->shape.columns;
         unsigned int y = (unsigned int)pixel / width, x = (unsigned int)pixel % width;
         long long row = y, column = x;
         if (cut->lines) {
-            row = cut->row_table[cut->lines[b] * cut->height + y];
-            column = cut->column_table[cut->lines[cut->batch + b] * cut->width + x];
+            row = cut->row_table[cut->lines[b] * cut->shape.rows + y];
+            column = cut->column_table[cut->lines[cut->shape.samples + b] * cut->shape.columns + x];
         }
         int is_filled = row < 0 || column < 0;
-        long long at = b * cut->out_sample + y * cut->out_row + x * cut->out_column;
-        for (long long channel = 0; channel < cut->out_channels; channel++) {
-            long long stored = cut->channels == 1 ? 0 : channel; /* a channel may become three */
-            unsigned char value = is_filled ? cut->fill[stored] : sample[stored * plane + row * cut->columns + column];
-            write(cut, at + channel * cut->out_channel, channel, value);
+        long long at = b * cut->steps.samples + y * cut->steps.rows + x * cut->steps.columns;
+        for (long long channel = 0; channel < cut->shape.channels; channel++) {
+            long long stored = cut->stored.channels == 1 ? 0 : channel; /* a channel may become three */
+            unsigned char value = is_filled ? cut->fill[stored] : sample[stored * plane + row * cut->stored.columns + column];
+            write(cut, at + channel * cut->steps.channels, channel, value);
         }
     }
 }

@@ -25,17 +25,19 @@ _DTYPES = [torch.uint8, torch.float32, torch.float16, torch.bfloat16]
 """Dtypes that the kernel writes, in the order of its enumerators."""
 _STEPS = 7
 """Steps between the samples that are compared before the kernel is used."""
-_NUMBERS = """
-    channels rows columns batch out_channels height width
-    out_sample out_channel out_row out_column scales divides dtype
-"""
-_POINTERS = "out samples index constants lines row_table column_table fill"
+_AXES = ("stored", "shape", "steps")
+_NUMBERS = ("scales", "divides", "dtype")
+_TABLES = ("row_table", "column_table", "fill")
+_POINTERS = ("out", "samples", "index", "constants", "lines", *_TABLES)
 
 
 class _Arguments(ctypes.Structure):
     """The struct ``Cut`` of cut_kernel.cu."""
 
-    _fields_ = tuple((name, ctypes.c_longlong) for name in (_NUMBERS + _POINTERS).split())
+    _fields_ = (
+        *((name, ctypes.c_longlong * 4) for name in _AXES),
+        *((name, ctypes.c_longlong) for name in (*_NUMBERS, *_POINTERS)),
+    )
 
 
 class DeviceCut:
@@ -83,11 +85,13 @@ class DeviceCut:
     def _by_kernel(self, kernel: Kernel, index_B: Tensor, line_2B: Tensor | None) -> Tensor:
         samples_NCHW, *tables = self._window.tensors
         channels, height, width = self._window.shape
-        constants_2C11 = None
+        tensors = {"samples": samples_NCHW, "index": index_B}
+        if line_2B is not None:
+            tensors |= {"lines": line_2B} | dict(zip(_TABLES, tables, strict=False))
         scales = divides = 0
         if self._convert is not None:
-            constants_2C11 = self._convert.constants(self._device)
-            scales = constants_2C11.shape[1]
+            tensors["constants"] = self._convert.constants(self._device)
+            scales = tensors["constants"].shape[1]
             divides = self._convert.divides
         out = torch.empty(
             (len(index_B), max(channels, scales), height, width),
@@ -95,15 +99,15 @@ class DeviceCut:
             device=self._device,
             memory_format=self._layout,
         )
-        tensors = [out, samples_NCHW, index_B, constants_2C11, line_2B, *tables]
         arguments = _Arguments(
-            *samples_NCHW.shape[1:],
-            *out.shape,
-            *out.stride(),
-            scales,
-            divides,
-            _DTYPES.index(self._dtype),
-            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+            stored=samples_NCHW.shape,
+            shape=out.shape,
+            steps=out.stride(),
+            scales=scales,
+            divides=divides,
+            dtype=_DTYPES.index(self._dtype),
+            out=out.data_ptr(),
+            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         )
         if out.numel():
             stream = torch.cuda.current_stream(self._device).cuda_stream
