@@ -242,7 +242,7 @@ def chunked_table() -> str:
         "chunked": "`ChunkedLoader`",
         "chunked, page cache emptied": "`ChunkedLoader`",
         "from disk, no limit": "`DataLoader`, no limit",
-        "in memory, a quarter of them": "`DataLoader`, a quarter of the images in memory",
+        "in memory, a quarter of them": "`DataLoader`, only a quarter of the images, in memory",
         "chunked, decoded by 2 processes": "`ChunkedLoader`",
         "torch and torchvision, 2 workers": "torchvision + torch",
     }
@@ -291,11 +291,11 @@ def tune_table() -> str:
         "dataset",
         "best of 31 settings",
         "its samples/s",
-        "two choices of tune, share of that",
-        "choice of loadtune, share of that",
-        "all 31 settings, s",
-        "tune, s",
-        "loadtune, s",
+        "rate of two choices of tune, share of the best",
+        "rate of loadtune's choice, share of the best",
+        "seconds for all 31 settings",
+        "seconds for tune",
+        "seconds for loadtune",
     ]
     return table(header, rows, "tune.json")
 
@@ -379,11 +379,11 @@ def transfer_table() -> str:
     busy, launching = "busy", "launch-bound"
     shown = {
         "on the GPU already": "on the GPU already",
-        "prefetcher, gathered by threads": "`CudaPrefetcher`, fastdata's threads",
-        "prefetcher, pinned batches": "`CudaPrefetcher`, pinned batches",
-        "prefetcher, pageable batches": "`CudaPrefetcher`, ordinary memory",
+        "prefetcher, gathered by threads": "`CudaPrefetcher`, loader of fastdata",
+        "prefetcher, pinned batches": "`CudaPrefetcher`, other loader, pinned",
+        "prefetcher, pageable batches": "`CudaPrefetcher`, other loader, not pinned",
         "to(device, non_blocking), pinned": "`.to(device, non_blocking=True)`, pinned",
-        "to(device), pageable": "`.to(device)`, ordinary memory",
+        "to(device), pageable": "`.to(device)`, not pinned",
     }
     rows = [
         [
