@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import faulthandler
 import gc
 import multiprocessing
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,6 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
     ``python -m pytest`` in a clone imports its sources, where hundreds of tests would fail.
     """
     config.stash[STDERR] = os.dup(2)
+    if not config.getoption(
+        "numprocesses", None
+    ):  # else other processes import it and run the tests
+        import_torchvision()
     clone = Path(__file__).parents[1]
     core = clone / "fastdata" / "pixels" / "core"
     if Path(fastdata.__file__).parents[1] == clone and not any(core.glob("core-level*")):
@@ -101,6 +107,24 @@ def collections_leave_imports_alone() -> None:
     """Let the garbage collector look only at what tests make: over all of torch it takes 0.2 s, for many tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forks_copy_little(collections_leave_imports_alone: None) -> None:
+    """Let Linux hold what is imported in large pages: with small ones a fork takes 20 ms of a core, for tables."""
+    libc = ctypes.CDLL(None)
+    for line in Path("/proc/self/maps").read_text().splitlines() if sys.platform == "linux" else ():
+        place, rights, _, _, _, *name = line.split()
+        if rights == "rw-p" and name in ([], ["[heap]"]):
+            first, last = (int(address, 16) for address in place.split("-"))
+            first, last = -(-first // LARGE_PAGE) * LARGE_PAGE, last // LARGE_PAGE * LARGE_PAGE
+            if first < last:
+                libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_COLLAPSE)
+
+
+LARGE_PAGE = 1 << 21
+MADV_COLLAPSE = 25
+"""Of Linux 6.1; others refuse it, which changes nothing."""
 
 
 @pytest.fixture(autouse=True, scope="session")
