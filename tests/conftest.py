@@ -32,7 +32,6 @@ from torchvision_ops import import_torchvision
 # each other at work take up to 20 times as long on cores that others use, as these processes do.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-HAS_TORCHVISION = import_torchvision()
 STDERR = pytest.StashKey[int]()
 
 FolderMaker = Callable[..., Path]

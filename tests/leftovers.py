@@ -10,7 +10,6 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
 
 import psutil
 
@@ -105,16 +104,17 @@ def _kept_by_multiprocessing() -> _Kept:
 
 def _children() -> list[psutil.Process]:
     """Return all descendants from the kernel's list. psutil would read every process of the machine, in each test."""
+    if not os.path.exists("/proc/thread-self/children"):  # a system without such lists
+        return psutil.Process().children(recursive=True)
     found = []
     waiting = ["self"]
     while waiting:
-        lists = list(Path("/proc", waiting.pop(), "task").glob("*/children"))
-        if not lists and not found:  # a system without such lists
-            return psutil.Process().children(recursive=True)
         pids: list[str] = []
-        for path in lists:
-            with contextlib.suppress(OSError):  # a thread has ended since
-                pids += path.read_text().split()
+        with contextlib.suppress(OSError):  # a process or a thread has ended since
+            tasks = f"/proc/{waiting.pop()}/task"
+            for thread in os.listdir(tasks):
+                with contextlib.suppress(OSError), open(f"{tasks}/{thread}/children") as stream:
+                    pids += stream.read().split()
         waiting += pids
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -125,22 +125,22 @@ def _children() -> list[psutil.Process]:
 def open_descriptors() -> list[tuple[int, str]]:
     """Return number and target of every open descriptor; a memory mapping holds its own."""
     rows = []
-    folder = Path("/proc/self/fd")
-    for entry in folder.iterdir() if folder.exists() else ():
-        try:
-            rows.append((int(entry.name), os.readlink(entry)))
-        except OSError:  # closed since, as the descriptor of this very listing is
-            continue
+    folder = "/proc/self/fd"
+    for number in os.listdir(folder) if os.path.exists(folder) else ():
+        with contextlib.suppress(
+            OSError
+        ):  # closed since, as the descriptor of this very listing is
+            rows.append((int(number), os.readlink(f"{folder}/{number}")))
     return rows
 
 
 def _shared_files() -> list[str]:
     """Return entries of /dev/shm that this process may make; other processes of the machine make their own."""
-    folder = Path("/dev/shm")
-    if not folder.exists():
+    folder = "/dev/shm"
+    if not os.path.exists(folder):
         return []
     ours = ("fastdata", "psm_", f"torch_{os.getpid()}_", "pymp-")
-    return [entry.name for entry in folder.iterdir() if entry.name.startswith(ours)]
+    return [name for name in os.listdir(folder) if name.startswith(ours)]
 
 
 def _describe(child: psutil.Process) -> str:

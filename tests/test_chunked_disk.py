@@ -127,6 +127,14 @@ def mapped_bytes(folder: Path) -> int:
     )
 
 
+def least_mapped_bytes(folder: Path, most_bytes: int) -> int:
+    """The least of up to three looks: a chunk may be dropped and the next one brought while the table is being read."""
+    looks = [mapped_bytes(folder)]
+    while len(looks) < 3 and looks[-1] > most_bytes:
+        looks.append(mapped_bytes(folder))
+    return min(looks)
+
+
 # What is served
 
 
@@ -235,10 +243,9 @@ def test_no_more_than_two_chunks_are_mapped(
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         pieces = 2 if shuffle else None
         with chunked(dataset, chunk_samples=16, shuffle=shuffle, mix_chunks=pieces) as loader:
-            edges = (pieces or 1) * 2 * mmap.PAGESIZE
-            # The least of three looks: a chunk may be dropped and the next one brought while the table is being read.
-            held = [min(mapped_bytes(tmp_path) for _ in range(3)) for _ in loader]
-            assert 0 < max(held) <= 2 * (loader.plan.chunk_bytes + edges)
+            most_bytes = 2 * (loader.plan.chunk_bytes + (pieces or 1) * 2 * mmap.PAGESIZE)
+            held = [least_mapped_bytes(tmp_path, most_bytes) for _ in loader]
+            assert 0 < max(held) <= most_bytes
             assert loader.plan.chunk_bytes - 16 * 3 * 160 * 160 in range(16 * 512)
             for _ in loader:
                 break
