@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         folder = options.folder or drawn
         check_folder(folder)
         if options.folder is None:
-            _say("drawing images")
+            _say("making images")
             write_photos(Path(drawn), count=options.images or 400)
         with ImageFolder(folder, storage="none") as every:
             # Images are spread evenly over the folder, so that all classes are included.
