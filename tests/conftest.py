@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import re
@@ -106,6 +107,14 @@ def collections_leave_imports_alone() -> None:
     """Let the garbage collector look only at what tests make: over all of torch it takes 0.2 s, for many tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_loggers_get_handlers() -> None:
+    """Let torch's fifty loggers hand records on: pytest adds handlers to each that does not, six times in a test."""
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True, scope="session")
