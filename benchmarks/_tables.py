@@ -203,7 +203,7 @@ def codec_table() -> str:
         [f'`"{codec}"`', f"{found[f'{codec}: ratio']:.1f}", rate(found[f"{codec}: decode"])]
         for codec in ("lz4", "zstd", "jpeg")
     ]
-    header = ["codec", "times smaller than raw", "images/s, decoded by one core"]
+    header = ["codec", "times smaller than raw", "images/s, decoded by one CPU core"]
     return table(header, rows, "codecs.json")
 
 
