@@ -359,6 +359,7 @@ def test_an_image_tensor_is_torchvisions_behind_a_prepared_step_and_a_batch_op(
     assert set(seen) == {tv_tensors.Image}
 
 
+@pytest.mark.filterwarnings("ignore:transform= gets the image only")
 def test_a_collate_function_gets_torchvisions_tensors() -> None:
     """Samples in the list have the classes of single samples; default_collate stacks them to a plain tensor."""
     items = _Segmentation(tv_tensors.Image)

@@ -644,7 +644,7 @@ def test_a_lost_fast_path_warns_once() -> None:
     with _images(v1.Compose(steps)) as dataset:
         text = r"whole batches: Lambda\(.*test_loader.py, line \d+\)\) is not a known batch op, so it runs in "
         with pytest.warns(
-            FastDataWarning, match=rf"{text}Python on each sample\. Pass it as pre"
+            FastDataWarning, match=rf"{text}Python on each sample\. If it gives .*prepare="
         ) as said:
             list(DataLoader(dataset, batch_size=4))
         assert said[0].filename == __file__

@@ -55,12 +55,12 @@ def read_table() -> dict[tuple[str, str, str], int]:
         .splitlines()
     ):
         cells = [[part.strip() for part in cell.split(",")] for cell in line.strip("| ").split("|")]
-        if len(cells) == 4 and cells[-1][0].isdigit():
+        if len(cells) == 4 and (levels := re.match(r"\d+", cells[-1][0])):
             for step, api, form in itertools.product(*cells[:3]):
                 name = re.sub(r"\[(.*)\]\(.*\)", r"\1", step)
                 key = (name, api, form.lower())
                 assert key not in table, f"{key} stands twice in the table"
-                table[key] = int(cells[-1][0])
+                table[key] = int(levels[0])
     return table
 
 

@@ -18,6 +18,7 @@ from torchvision.transforms import v2
 
 from data import level_samples
 from fastdata import CachedDataset, DataLoader, ImageFolder, SampleBatch
+from fastdata.machine import limits
 
 Folder = Callable[..., Path]
 STEPS = [v2.Resize((6, 5)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
@@ -71,9 +72,11 @@ def assert_same(found: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("base", [ImageFolder, CachedDataset])
 @pytest.mark.parametrize("how", ["attributes", "methods"])
 def test_a_subclass_may_use_any_name(
-    image_folder: Folder, base: Any, how: str, storage: Any
+    image_folder: Folder, base: Any, how: str, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading, copies, pickles and other transforms work as without the subclass's attributes and methods."""
+    available = limits.Available(bytes=1 << 34, limited_by="the test")  # in texts of both datasets
+    monkeypatch.setattr(limits, "available_bytes", lambda: available)
     root = str(image_folder())
     data = root if base is ImageFolder else TorchvisionFolder(root)
     values = random.Random(5)
