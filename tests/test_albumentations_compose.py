@@ -432,3 +432,12 @@ def test_a_transform_that_would_leave_the_mask_behind_is_named() -> None:
             warnings.simplefilter("error")
             with CachedDataset(items, **chosen) as dataset:
                 iter(DataLoader(dataset))
+
+
+def test_a_function_of_image_and_mask_that_is_not_seen_through_is_named() -> None:
+    """The warning and the plan say so, and not that masks of another kind are wanted."""
+    items = [(image, image[..., 0]) for image in images((9, 12), (9, 12))]
+    with CachedDataset(items, transforms=flip_apart) as dataset:
+        assert "is not a known batch op" in str(dataset.plan.obstacle)
+        with pytest.warns(FastDataWarning, match=r"one by one.*flip_apart.* is not a known"):
+            iter(DataLoader(dataset))

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -296,6 +297,28 @@ if __name__ == "__main__":
             pass
     {end}
 """
+
+
+class ByAlbumentations(Samples):
+    """Calls its transform as albumentations' are called, without asking whether there is one."""
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        self.read()
+        assert self.transform is not None
+        return self.transform(image=np.full((20, 20, 3), index, np.uint8))["image"], index
+
+
+def test_a_dataset_of_albumentations_is_measured() -> None:
+    """Its transform is timed as one part, and its samples are stored for the figure of samples in memory."""
+    A = pytest.importorskip("albumentations")
+    to_tensor = pytest.importorskip("albumentations.pytorch").ToTensorV2()
+    steps = A.Compose([A.RandomCrop(16, 16), to_tensor])
+    loader = DataLoader(ByAlbumentations(partial(burn, LONG_S), steps), batch_size=2)
+    found = diagnose(loader, lambda batch: None)
+    assert [part.kind for part in found.parts] == ["read", "transform", "collate"]
+    assert found.parts[1].name.startswith("Compose([")
+    assert found.kept_per_s is not None
+    assert "not measured" not in str(found)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from fastdata.datasets.reader import Reader
 from fastdata.pixels.albumentations_objects import is_of_albumentations
 from fastdata.pixels.compose import joint_transforms
 from fastdata.pixels.core import library
+from fastdata.pixels.known import known_name
 from fastdata.pixels.own_transforms import AlbumentationsPair, AlbumentationsTransform, LongMask
 from fastdata.pixels.plan import PairTransform, Transform, TransformPlan
 from fastdata.pixels.program import Program
@@ -100,7 +101,12 @@ def _takes_arrays(transforms: PairTransform) -> bool:
 
 
 def _pair_obstacle(image: Store, mask: Store, transforms: PairTransform) -> str | None:
-    """Return why stored images and masks cannot run on whole batches; None if they can."""
+    """Return why stored images and masks cannot run on whole batches; None if they can.
+
+    It is also None for a function of the user, of which nothing is known: that is the reason then.
+    """
+    if not any(map(known_name, joint_transforms(transforms))):
+        return None
     shapes = image.shape(0), mask.shape(0)
     kinds = image.spec.dtype, mask.spec.dtype, len(shapes[0])
     is_array = _takes_arrays(transforms)

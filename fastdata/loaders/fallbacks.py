@@ -63,7 +63,8 @@ def _warn_of_masks(samples: DatasetSamples) -> None:
                 f"transform= gets the image only, so {text_of_transform(transform)} moves the image "
                 f"but not the mask (or other image) in the target of {samples.class_name}. Pass "
                 "the whole transform as transforms=, with an s, to move both alike (torchvision's "
-                "must be of v2). A target_transform= turns this warning off."
+                "must be of v2). For two random views of an image, return the image once, and pass "
+                "transform=Views(transform, transform). A target_transform= turns this warning off."
             )
             return
 
@@ -112,23 +113,26 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
     plan = reader.plan
     kept = reader.kept
     # No warning if the user asked for it (batch_ops=False), if files are decoded in each epoch
-    # anyway, if samples have several parts, or if no step runs in Python.
+    # anyway, if samples have several parts, if no step runs in Python, or for boxes.
     is_known = not any(view.per_sample for view in plan.each)
-    is_asked_for = not reader.stored.options.batch_ops or reader.pair_transform is not None
+    is_asked_for = not reader.stored.options.batch_ops
     if is_asked_for or kept is None or kept.is_tuple or is_known:
+        return ""
+    is_joint = reader.pair_transform is not None
+    if is_joint and not kept.target_is_part:
         return ""
     if reader.stored.obstacle is not None:  # there is no core; this text includes the cure
         return f"{plan.obstacle}".removesuffix(".")
     [view, *_] = [view for view in plan.each if view.per_sample]
     unknown = view.per_sample[0]
     cures = []
-    draws = is_random(unknown)
+    draws = is_joint or is_random(unknown)
     if draws is False or (draws is None and not may_draw(unknown, from_torch=False)):
         cures.append(
             "If it gives the same result each time, run it once: in your loader=, or as prepare= "
             "of CachedDataset."
         )
-    if view.kind not in ("pil", "hwc", "hw"):
+    if view.kind not in ("pil", "hwc", "hw") and not is_joint:
         cures.append("Pass it to CudaPrefetcher(transform=) if it can take whole batches.")
     cures.append("docs/served-steps.md lists the steps that fastdata runs on whole batches.")
     return f"{plan.obstacle}, so it runs in Python on each sample. {' '.join(cures)}"

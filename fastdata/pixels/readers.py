@@ -49,7 +49,8 @@ def recognise(transform: Any, state: State) -> State:
         elif state.kind in ("hwc", "hw") and name in ("ToImage", "ToPILImage", "ToTensor"):
             state = replace(state, kind="pil")  # they have the same values in the store
         elif state.kind in ("array", "hwc", "hw", "plane", "mask", "video"):
-            raise UnknownStepError("gets samples of a kind that batch ops do not support")
+            why = "gets samples of a kind that batch ops do not support"
+            raise UnknownStepError(why if name else "is not a known batch op")
         found = read(transform, state)
     # Attributes may be missing or of any type: in other versions of a library, or because the user
     # changed them. Then the object runs as it was written.

@@ -58,9 +58,9 @@ def refuse_random_steps(dataset: Any) -> None:
         raise ValueError(
             f"{', '.join(dict.fromkeys(found))}: random, but each sample is stored when it is "
             "first read, so every epoch would see the same draws. Make the dataset without this "
-            "transform, and give the transform to CachedDataset as transform=, or as transforms= "
-            "if it takes the target too; or use storage='none'. frozen=True keeps one draw for all "
-            "epochs."
+            "transform, and give the transform to CachedDataset: as transform=, as transforms= if "
+            "it takes the target too, or as transform=Views(transform, transform) for two views of "
+            "an image. Or use storage='none'. frozen=True keeps one draw for all epochs."
         )
 
 
@@ -127,8 +127,9 @@ def refuse_draws(source: Source, options: Options) -> None:
     message = (
         f"{type(dataset).__name__} draws at random when it is read: {found}. CachedDataset stores "
         "each item when it is first read, so every epoch would see the same draw. Move the random "
-        "part into transform= of CachedDataset, or use storage='none' to read the dataset in every "
-        "epoch. frozen=True keeps one draw for all epochs."
+        "part into transform= of CachedDataset (for two views of an image: transform=Views(weak, "
+        "strong)), or use storage='none' to read the dataset in every epoch. frozen=True keeps one "
+        "draw for all epochs."
     )
     if options.cache_key is None:
         raise ValueError(message)

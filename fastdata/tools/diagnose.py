@@ -32,6 +32,7 @@ from fastdata.loaders.loader import DataLoader
 from fastdata.machine.budget import budget_bytes
 from fastdata.machine.limits import available_bytes, usable_cores
 from fastdata.machine.units import format_bytes
+from fastdata.pixels.albumentations_objects import is_of_albumentations
 from fastdata.pixels.compose import flatten_transform
 from fastdata.tools.arguments import positive
 from fastdata.tools.diagnosis import Diagnosis, Part
@@ -162,7 +163,8 @@ def _when_kept(loader: Any, diagnosis: Diagnosis) -> _Figures:
     some = range(0, len(dataset), math.ceil(len(dataset) / _MOST_KEPT))
     transform = getattr(base, "transform", None)
     # CachedDataset runs the transform itself, on stored samples.
-    with _transform_instead(base, None):
+    with _transform_instead(base, None if transform is None else _unchanged):
+        dataset[0]  # raises the error of _unchanged as it is
         kept = CachedDataset(Subset(dataset, some), transform=transform, storage="shared")
         other = DataLoader(
             kept,
@@ -182,6 +184,13 @@ def _when_kept(loader: Any, diagnosis: Diagnosis) -> _Figures:
     return {"kept_per_s": rate, "kept": kept_in}
 
 
+def _unchanged(*given: Any, **named: Any) -> Any:
+    """Stand for a transform of the image alone, called as torchvision's or albumentations' are."""
+    if len(given) + len(named) > 1:
+        raise ValueError("the dataset's transform also takes the target")
+    return named or given[0]
+
+
 def _parts(loader: Any, diagnosis: Diagnosis) -> _Figures:
     """Measure the parts of making a sample: reading, each step of the transform, and collating."""
     if loader.num_workers:
@@ -189,16 +198,19 @@ def _parts(loader: Any, diagnosis: Diagnosis) -> _Figures:
     dataset = loader.dataset
     base = _in_subsets(dataset)
     is_ours = isinstance(base, PreparedDataset)
-    steps = () if is_ours else flatten_transform(getattr(base, "transform", None))
+    transform = getattr(base, "transform", None)
+    steps = () if is_ours else flatten_transform(transform)
+    if is_of_albumentations(transform):  # called with image=, and mask=
+        steps = (transform,)
     step_costs = np.zeros((len(steps), 2))
 
     # The steps are timed inside the dataset's own __getitem__; the rest of its time is reading.
-    def timed(sample: Any) -> Any:
+    def timed(*given: Any, **named: Any) -> Any:
         for step, cost in zip(steps, step_costs, strict=True):
             began = _clock()
-            sample = step(sample)
+            given = (step(*given, **named),)
             cost += _clock() - began
-        return sample
+        return given[0]
 
     is_stream = isinstance(dataset, IterableDataset)
     samples = iter(dataset) if is_stream else map(dataset.__getitem__, loader.sampler)
