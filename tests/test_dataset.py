@@ -260,7 +260,7 @@ def test_frozen_draws_are_refused(dataset: Any, named: str) -> None:
     With a step of the user's own behind it, a transform cannot be taken out of the dataset.
     """
     with pytest.raises(
-        ValueError, match=rf"^{named}.*: random, but .* as transform=, or as transforms="
+        ValueError, match=rf"^{named}.*: random, but .* as transform=, as transforms="
     ) as refused:
         cached(dataset, prepare=turn)
     assert str(refused.value).count(" in ") == 1  # each step once
