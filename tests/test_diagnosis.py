@@ -319,6 +319,10 @@ def test_a_dataset_of_albumentations_is_measured() -> None:
     assert found.parts[1].name.startswith("Compose([")
     assert found.kept_per_s is not None
     assert "not measured" not in str(found)
+    items = [(np.full((20, 20, 3), number, np.uint8), number) for number in range(24)]
+    with CachedDataset(items, transform=steps) as stored:
+        parts = diagnose(DataLoader(stored, batch_size=2), lambda batch: None).parts
+    assert [part.kind for part in parts] == ["transform", "collate"]
 
 
 @pytest.fixture

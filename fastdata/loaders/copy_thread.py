@@ -21,8 +21,8 @@ from fastdata.loaders.pinned import begin_thread
 from fastdata.loaders.transfer import END, Arrival, Outcome, Place, Transfer
 
 _PATIENCE_S = 10.0
-"""How long the end of an epoch waits for a thread that is still in the loader. After that, the
-thread ends when the loader returns, or with the process."""
+"""Time that the end of an epoch waits for a thread that still runs the loader's code. A thread that
+needs longer ends when this code returns, or with the process."""
 
 
 @dataclass(eq=False, kw_only=True)

@@ -29,6 +29,7 @@ from fastdata.loaders.parts import AnyReader, JoinedReader, Parts
 from fastdata.loaders.pinned import PinnedMemory
 from fastdata.loaders.resident import StoreCut, size_bytes, upload
 from fastdata.loaders.window import window_obstacle
+from fastdata.machine import limits
 from fastdata.machine.units import format_bytes
 from fastdata.report import warn_user
 from fastdata.stores.store import Store
@@ -188,7 +189,7 @@ class DeviceOps:
         """Cut batches from a copy of the store, which is made in the first epoch."""
         store = _store_of(reader)
         if store not in self._copies:
-            threads = max(1, self._loader.num_workers)
+            threads = max(1, min(self._loader.num_workers, limits.usable_cores()))
             self._copies[store] = upload(store, self._device, self._pinned, threads)
         size = format_bytes(size_bytes(store))
         self.described = f"on {self._device}, from a copy of the store there ({size})"

@@ -20,6 +20,9 @@ from fastdata.report import warn_user
 _WARNED: weakref.WeakSet[DatasetSamples] = weakref.WeakSet()
 """Datasets with a warning already: the reason why they are not read in whole batches."""
 
+_MASKED: weakref.WeakSet[DatasetSamples] = weakref.WeakSet()
+"""Datasets for which it was already asked whether masks stay behind."""
+
 _HINTED: set[type] = set()
 """Classes of datasets for which ``CachedDataset`` was suggested already."""
 
@@ -47,12 +50,18 @@ def warn_of_samples(dataset: Dataset[Any], parts: Parts) -> None:
             _hint_at_caching(dataset)
     if notice:
         warn_user(f"samples are read one by one, not in whole batches: {notice}")
-    for part in new:
-        _warn_of_masks(part._fastdata)
+
+
+def warn_of_masks(parts: Parts) -> None:
+    """Warn once for each dataset whose random transform moves images, but not their masks."""
+    new = [part._fastdata for part in parts.datasets if part._fastdata not in _MASKED]
+    _MASKED.update(new)
+    for samples in new:
+        _warn_of_masks(samples)
 
 
 def _warn_of_masks(samples: DatasetSamples) -> None:
-    """Warn if a random transform moves the images of a dataset, but not the masks beside them."""
+    """Warn if a random transform of a dataset moves its images, but not their masks."""
     kept = samples.reader.kept
     # With ``target_transform`` the user decides what happens to the masks.
     if kept is None or not kept.target_parts or samples.transforms.of_target is not None:

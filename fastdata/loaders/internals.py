@@ -15,7 +15,7 @@ from fastdata.datasets.buffers import BatchRing
 from fastdata.datasets.transport import RingCollate
 from fastdata.datasets.trees import ChannelsLast
 from fastdata.loaders.engine import Engine, choose_engine, plan_pinning
-from fastdata.loaders.fallbacks import warn_of_ranks, warn_of_samples
+from fastdata.loaders.fallbacks import warn_of_masks, warn_of_ranks, warn_of_samples
 from fastdata.loaders.iterators import (
     HELD_BY_USER,
     BatchMaker,
@@ -204,6 +204,7 @@ class LoaderInternals:
         if not self._has_warned:
             self._has_warned = True
             warn_of_ranks(loader.sampler)
+            warn_of_masks(parts)
             if self._workers_of(loader) != "process":  # else the user chose it
                 warn_of_samples(loader.dataset, parts)
         return parts
@@ -230,7 +231,7 @@ class LoaderInternals:
     # For a prefetcher
 
     def ring_slots(self, loader: DataLoader[Any], held: int) -> int:
-        """Return the number of buffers for threads, and for a user who holds ``held`` batches."""
+        """Return the number of buffers for threads, if the user keeps ``held`` batches at a time."""
         return self.engine.workers * (loader.prefetch_factor or 0) + 1 + held
 
     def device_obstacle(self, loader: DataLoader[Any]) -> str | None:

@@ -73,7 +73,7 @@ class SamplerChain:
 
     @property
     def rank(self) -> Rank:
-        """The rank whose samples the samplers yield."""
+        """The rank that the samplers are for."""
         sharing = self.sharing
         return Rank(0, 1) if sharing is None else Rank(sharing.rank, sharing.num_replicas)
 

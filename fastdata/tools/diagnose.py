@@ -164,7 +164,7 @@ def _when_kept(loader: Any, diagnosis: Diagnosis) -> _Figures:
     transform = getattr(base, "transform", None)
     # CachedDataset runs the transform itself, on stored samples.
     with _transform_instead(base, None if transform is None else _unchanged):
-        dataset[0]  # raises the error of _unchanged as it is
+        dataset[0]  # if _unchanged raises an error, CachedDataset must not wrap it
         kept = CachedDataset(Subset(dataset, some), transform=transform, storage="shared")
         other = DataLoader(
             kept,
@@ -191,6 +191,12 @@ def _unchanged(*given: Any, **named: Any) -> Any:
     return named or given[0]
 
 
+def _steps_of(transform: Any) -> tuple[Any, ...]:
+    """Return the steps of a dataset's transform that are timed one by one."""
+    # A dataset calls those of albumentations by name, with the image alone or with a mask.
+    return (transform,) if is_of_albumentations(transform) else flatten_transform(transform)
+
+
 def _parts(loader: Any, diagnosis: Diagnosis) -> _Figures:
     """Measure the parts of making a sample: reading, each step of the transform, and collating."""
     if loader.num_workers:
@@ -198,10 +204,7 @@ def _parts(loader: Any, diagnosis: Diagnosis) -> _Figures:
     dataset = loader.dataset
     base = _in_subsets(dataset)
     is_ours = isinstance(base, PreparedDataset)
-    transform = getattr(base, "transform", None)
-    steps = () if is_ours else flatten_transform(transform)
-    if is_of_albumentations(transform):  # called with image=, and mask=
-        steps = (transform,)
+    steps = () if is_ours else _steps_of(getattr(base, "transform", None))
     step_costs = np.zeros((len(steps), 2))
 
     # The steps are timed inside the dataset's own __getitem__; the rest of its time is reading.
