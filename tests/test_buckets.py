@@ -319,6 +319,21 @@ def test_a_batch_of_several_sizes_names_two_samples(folder: Path, storage: Any) 
     assert len(images) == COUNT
 
 
+@pytest.mark.parametrize("form", ["tensor", "array"])
+@pytest.mark.parametrize("storage", ["shared", "none"])
+def test_masks_of_several_sizes_are_named_like_images(storage: Any, form: str) -> None:
+    """If masks differ in shape, the error names two samples with their shapes, and the cure."""
+    masks = [torch.zeros(height, 6, dtype=torch.uint8) for height in (5, 7)]
+    targets = masks if form == "tensor" else [mask.numpy() for mask in masks]
+    pairs = [(torch.zeros(3, 6, 6, dtype=torch.uint8), target) for target in targets]
+    shapes = r"sample 0 of the batch is \(5, 6\) and sample 1 is \(7, 6\)\. Give all images"
+    with (
+        CachedDataset(pairs, storage=storage) as dataset,
+        pytest.raises(MixedSizesError, match=shapes),
+    ):
+        list(DataLoader(dataset, batch_size=2))
+
+
 def test_samples_of_any_dataset_are_named_by_their_place() -> None:
     """Errors name samples of other datasets, also in worker processes; other errors are torch's."""
     for workers in (0, 1):

@@ -104,11 +104,11 @@ def collate(samples: list[Any]) -> Any:
     try:
         return default_collate(samples)  # calls ``_collate_samples`` for a SampleBatch
     except RuntimeError as error:
-        from fastdata.datasets.mixed_sizes import (
-            named_error,
-        )  # not at the top: it imports this file
+        # Imported here, because this module imports ``batch``.
+        from fastdata.datasets.mixed_sizes import name_unequal
 
-        raise named_error(error, samples) from None
+        name_unequal(error, lambda: samples)
+        raise
 
 
 def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:

@@ -35,26 +35,37 @@ def check_alike(shapes_BD: Array, name_of: Callable[[int], str]) -> None:
         raise _error_of(one, other)
 
 
-def named_error(error: RuntimeError, samples: Sequence[Any]) -> RuntimeError:
-    """Return the error of collating samples, or one that names two samples of different shapes."""
+def name_unequal(error: RuntimeError, read: Callable[[], Sequence[Any]]) -> None:
+    """Raise a better error than torch's if collating failed because of different shapes.
+
+    Args:
+        error: error that collating has raised. Nothing happens if it has another cause.
+        read: function that returns the samples, or the targets, of the batch.
+
+    Raises:
+        MixedSizesError: it names two samples of the batch and their shapes.
+    """
     if _UNEQUAL not in str(error):
-        return error
-    first = _shapes_in(samples[0])
-    for place, sample in enumerate(samples):
-        for one, other in zip(first, _shapes_in(sample), strict=False):
+        return
+    first, *others = map(_shapes_in, read())
+    for place, shapes in enumerate(others, 1):
+        for one, other in zip(first, shapes, strict=False):
             if one != other:
-                return _error_of(("sample 0 of the batch", one), (f"sample {place}", other))
-    return error
+                raise _error_of(
+                    ("sample 0 of the batch", one), (f"sample {place}", other)
+                ) from None
 
 
 def _shapes_in(sample: Any) -> list[Sequence[int]]:
-    return [it.shape for it in leaves_of(sample) if isinstance(it, (torch.Tensor, np.ndarray))]
+    arrays = leaves_of(sample, lambda it: isinstance(it, (torch.Tensor, np.ndarray)))
+    return [array.shape for array in arrays]
 
 
 def _error_of(one: _Named, other: _Named) -> MixedSizesError:
     named = [f"{name} is {tuple(shape)}" for name, shape in (one, other)]
     return MixedSizesError(
-        f"{_UNEQUAL}, but {' and '.join(named)}. Give all images the same size in the transform, "
-        "such as by Resize((height, width)) or RandomResizedCrop; or put images of one size into "
-        "each batch with fastdata.loaders.buckets.BucketSampler; or pad them in collate_fn=."
+        f"{_UNEQUAL}, but {' and '.join(named)}. Give all images (and masks) the same size in the "
+        "transform, such as by Resize((height, width)) or RandomResizedCrop; or put images of one "
+        "size into each batch with fastdata.loaders.buckets.BucketSampler; or pad them in "
+        "collate_fn=."
     )

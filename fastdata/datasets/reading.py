@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fastdata.datasets.column import Column
+from fastdata.datasets.mixed_sizes import name_unequal
 from fastdata.datasets.visits import IndexBatch
 from fastdata.machine.tables import SampleTable, collate_targets
 from fastdata.pixels.arrays import Array, Shape
@@ -78,9 +79,13 @@ class Targets:
         """Return the targets of a batch as ``default_collate`` returns them."""
         if self.numbers is not None:
             return torch.from_numpy(self.numbers[batch.positions])
-        if self._listing is None or self.transform is not None:
-            return collate_targets(self.of_each(batch))
-        return self._listing.collated_targets(batch.positions)
+        try:
+            if self._listing is None or self.transform is not None:
+                return collate_targets(self.of_each(batch))
+            return self._listing.collated_targets(batch.positions)
+        except RuntimeError as error:  # targets such as masks may differ in shape
+            name_unequal(error, partial(self.of_each, batch))
+            raise
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
