@@ -1115,6 +1115,12 @@ def test_the_plan_shows_what_runs_before_the_transform() -> None:
             assert "grey" not in "".join(rest)
 
 
+def test_the_plan_of_items_that_are_not_stored_calls_none_a_pil_image() -> None:
+    """Without a transform, the reason is the storage: items may be tensors as well."""
+    with cached(level_samples(2, (3, 4, 4)), storage="none") as dataset:
+        assert "one by one, because storage='none' prepares every sample" in str(dataset.plan)
+
+
 @pytest.mark.parametrize("kind", [CachedDataset, ImageFolder, ImageManifest])
 def test_help_shows_every_option(kind: Any) -> None:
     """The help of each dataset has every option with its default and meaning."""

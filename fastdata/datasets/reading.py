@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from fastdata.datasets.buffers import Output
     from fastdata.datasets.stored import Stored
 
+NOT_STORED = "storage='none' prepares every sample when it is read"
+"""Reason why batches need Python work per sample if samples are not stored."""
+
 
 @dataclass(frozen=True, eq=False)
 class Targets:
@@ -162,7 +165,7 @@ class Reading:
         if self.kept is not None and self.kept.is_tuple:
             return "samples have several parts, such as image and mask"
         if self.kept is None and self.columns[0].program is None:
-            return "storage='none' prepares every sample when it is read"
+            return NOT_STORED
         if self.pair_transform is not None:
             return f"samples have several parts, such as image and mask, and {self.plan.obstacle}"
         if not self.plan.is_batched:

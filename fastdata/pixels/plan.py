@@ -80,7 +80,7 @@ class TransformPlan:
             if view.obstacle:
                 return f"in view {number} {view.obstacle}"
         is_pil = self.kind == "pil" and not self.views
-        return "the transform ends with a PIL image" if is_pil else None
+        return (self.reason or "the transform ends with a PIL image") if is_pil else None
 
     @property
     def each(self) -> tuple[TransformPlan, ...]:
