@@ -271,6 +271,14 @@ def test_attributes_are_those_of_the_dataset_inside() -> None:
         assert not hasattr(dataset, "indices")
 
 
+class Partners(Pictures):
+    """Two pictures, of which the second is drawn when an item is read, as for a Siamese network."""
+
+    def __getitem__(self, index: int) -> Any:
+        other = random.randrange(len(self))
+        return (super().__getitem__(index)[0], super().__getitem__(other)[0]), index == other
+
+
 class Masks(Dataset[Any]):
     """Dicts of an image and a mask, as in Pytorch-UNet."""
 
@@ -400,6 +408,7 @@ def test_a_loader_says_once_how_items_are_read_only_once(
         iter(DataLoader(Pictures(transform=RANDOM)))
         iter(DataLoader(Masks(), workers="process"))
         iter(DataLoader(range(3)))  # it may hold anything
+        iter(DataLoader(Partners(transform=KNOWN)))  # CachedDataset refuses it
     with pytest.warns(
         FastDataWarning, match=r"CachedDataset\(Masks\(...\)\) reads each item once\. Pass"
     ):

@@ -85,8 +85,10 @@ def _hint_at_caching(dataset: Any) -> None:
         inner = inner.dataset
     kind = type(inner)
     has_transform = hasattr(inner, "transform") or hasattr(inner, "transforms")
-    # Another dataset may hold numbers or texts, which gain nothing from a cache.
-    if kind in _HINTED or not (has_transform or _names_images(kind)):
+    # Another dataset may hold numbers or texts, which gain nothing from a cache. One that draws, such
+    # as a random partner for each item, is refused by ``CachedDataset``.
+    holds_images = has_transform or _names(kind, "image", "img", "imread")
+    if kind in _HINTED or not holds_images or _names(kind, "rand", "rng"):
         return
     _HINTED.add(kind)
     is_folder = (kind.__module__, kind.__name__) == ("torchvision.datasets.folder", "ImageFolder")
@@ -101,13 +103,13 @@ def _hint_at_caching(dataset: Any) -> None:
     )
 
 
-def _names_images(kind: type) -> bool:
-    """Return True if the code that reads an item of a dataset has a name of images in it."""
+def _names(kind: type, *words: str) -> bool:
+    """Return True if a word is in a name or text of the code that reads an item of a dataset."""
     code = getattr(getattr(kind, "__getitem__", None), "__code__", None)
     if code is None:
         return False
     names = (*code.co_names, *code.co_varnames, *map(str, code.co_consts))
-    return any(word in name.lower() for name in names for word in ("image", "img", "imread"))
+    return any(word in name.lower() for name in names for word in words)
 
 
 def _fallback_notice(dataset: PreparedDataset) -> str:
