@@ -132,19 +132,15 @@ def _hide_query(text: str) -> str:
     return f"{text[: found.end()]}***{text[found.end() + len(query) :]}"
 
 
-def holds_secret(url: str) -> bool:
-    """Return True if ``hide_secrets`` would change a URL, which may contain blanks."""
-    if not _may_hold_secret(url):
-        return False
-    spaceless = re.sub(r"\s", "%20", url)
-    return hide_secrets(spaceless) != spaceless
-
-
 def refuse_secrets(url: str, where: str = "") -> None:
     """Raise ``ValueError`` for a URL that may hold a secret; ``where`` names the list with it."""
-    if holds_secret(url):
+    if not _may_hold_secret(url):
+        return
+    # ``hide_secrets`` searches word by word, but a URL may contain blanks.
+    spaceless = re.sub(r"\s", "%20", url)
+    hidden = hide_secrets(spaceless)
+    if hidden != spaceless:
         place = f"{where}: " if where else ""
-        hidden = hide_secrets(re.sub(r"\s", "%20", url))
         raise ValueError(
             f"{place}{hidden} holds a password, a token or a query (***), which messages and "
             "caches would show. Give the plain URL, and credentials as storage_options= or in the "
@@ -153,13 +149,12 @@ def refuse_secrets(url: str, where: str = "") -> None:
         )
 
 
-def refuse_chain(url: str, where: str = "") -> None:
-    """Raise ``ValueError`` for a chained URL of fsspec; ``where`` names the list with it."""
+def refuse_chain(url: str) -> None:
+    """Raise ``ValueError`` for a chained URL of fsspec."""
     if _CHAIN.match(url):
-        place = f"{where}: " if where else ""
         raise ValueError(
-            f"{place}{hide_secrets(url)} is a chained URL (::), which fastdata cannot read. Give "
-            "one URL. For files in an archive: 'zip://folder' with "
+            f"{hide_secrets(url)} is a chained URL (::), which fastdata cannot read. Give one URL. "
+            "For files in an archive: 'zip://folder' with "
             "storage_options={'fo': 'archive.zip'}. For copies on this machine: the plain URL, "
             "and cache_dir= or local_cache=."
         )

@@ -34,7 +34,7 @@ from fastdata import (
     ImageManifest,
 )
 from fastdata.errors import RemoteError, SampleError
-from fastdata.paths import hide_secrets, holds_secret
+from fastdata.paths import hide_secrets, refuse_secrets
 from fastdata.sources.remote import Place, stat_files
 from fastdata.stores.cache import mirror_folder
 
@@ -419,7 +419,8 @@ def test_secrets_of_any_shape_are_hidden() -> None:
         assert hidden.startswith("sample 3, ")
         assert hidden.endswith(", cannot be read")
         assert hide_secrets(hidden) == hidden
-        assert holds_secret(f"{before}{secret}{after}")
+        with pytest.raises(ValueError, match="storage_options="):
+            refuse_secrets(f"{before}{secret}{after}")
 
 
 @pytest.mark.parametrize(

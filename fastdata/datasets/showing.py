@@ -81,8 +81,7 @@ def show_items(items: Sequence[Any], dataset: Any) -> Any:
         dataset: the dataset of the items. If its transform has a Normalize, images have the colours
             before it. Labels are shown as the names in its ``classes``.
     """
-    of_both = getattr(dataset, "transforms", None)
-    transform = getattr(dataset, "transform", None) or of_both
+    transform = getattr(dataset, "transform", None) or getattr(dataset, "transforms", None)
     undo = _undo_normalize(transform)
     classes = getattr(dataset, "classes", ())
     cells = [_cell(item, undo, classes) for item in items]
@@ -169,9 +168,7 @@ def _to_picture(image: Any, undo: Undo) -> Array:
     """Return an image as uint8 or floats in [0, 1], (H, W, 3), or (H, W) for grays and masks."""
     if is_pil(image):
         return np.asarray(image.convert("RGB"))
-    values: Array = image
-    if isinstance(image, torch.Tensor):
-        values = _array_of(image)
+    values: Array = _array_of(image) if isinstance(image, torch.Tensor) else image
     if values.ndim == 2:
         return values
     if values.dtype.kind == "f":

@@ -214,10 +214,8 @@ class _Packer(pickle.Pickler):
             if is_small and self._slot.offset_of(octets) is None:
                 return NotImplemented
             self._storages[storage.data_ptr()] = octets
-        offset = value.storage_offset()
-        size = tuple(value.shape)
-        strides = value.stride()
-        return _tensor, (octets, value.dtype, offset, size, strides)
+        layout = value.storage_offset(), tuple(value.shape), value.stride()
+        return _tensor, (octets, value.dtype, *layout)
 
 
 def _tensor(

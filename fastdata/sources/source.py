@@ -115,12 +115,8 @@ def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
         ValueError: ``columns`` has other keys than ``sample`` and ``target``, or no names as
         values.
     """
-    target: Any = columns.get("target")
-    names: list[Any] = [columns.get("sample")]
-    if isinstance(target, str):
-        names.append(target)
-    else:
-        names += target or ()
+    target: Any = columns.get("target") or ()
+    names = [columns.get("sample"), *([target] if isinstance(target, str) else target)]
     are_texts = all(isinstance(name, str) for name in names)
     if len(columns) != 2 or len(names) < 2 or not are_texts:
         raise ValueError(
