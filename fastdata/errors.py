@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from fastdata.paths import NO_FILE, hide_secrets, is_url, open_file
@@ -43,6 +43,12 @@ def kind_of(value: object) -> str:
     """Return the name of a value's class with its article: ``"an ImageFolder"``, ``"a Tensor"``."""
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+
+
+def check_choice(name: str, value: object, choices: Sequence[Any]) -> None:
+    """Raise ValueError if the value of an argument is not one of its choices."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
 
 
 def counted(count: int, noun: str) -> str:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
 from conftest import shown
-from data import Numbers
+from data import Numbers, Stream
 from fastdata import (
     CachedDataset,
     DataLoader,
@@ -861,8 +861,13 @@ def test_a_sampler_of_nothing_says_what_it_needs() -> None:
         ),
         (
             lambda: weighted([1, -2]),
-            r"weight 1 is -2\.0, but weights must be finite and not negative",
+            r"weight 1 is -2\.0, but each must be a number, finite and not negative",
         ),
+        (lambda: weighted([[1, 1], [1, 1]]), r"weight 0 is \[1\. 1\.\], but each must be a number"),
+        (lambda: balanced([[0, 1], [1, 1]]), r"shape \(2, 2\), but each sample needs one class"),
+        (lambda: mixed([5, 6], stop="both"), "stop='both' is not one of 'first', 'all'"),
+        (lambda: RankSampler(5, uneven="cut"), "uneven='cut' is not one of 'pad', 'drop', 'keep'"),
+        (lambda: RankSampler(order=repeated(5, 0)), "num_samples=5, but .* at most 0 samples"),
         (lambda: weighted([1, float("nan")]), "weight 1 is nan"),
         (lambda: weighted([0, 0]), r"weight 0 is 0\.0, .* at least one of them above zero"),
         (
@@ -886,6 +891,10 @@ def test_a_sampler_of_nothing_says_what_it_needs() -> None:
         (
             lambda: DataLoader(Numbers(COUNT), distributed="on"),
             "distributed='on' is not one of 'off', 'auto', 'exact'",
+        ),
+        (
+            lambda: DataLoader(Stream(), distributed="auto"),
+            "distributed='auto' divides the indices .* but a Stream has no indices or no length",
         ),
         (
             lambda: DataLoader(Numbers(COUNT), 2, distributed="exact", drop_last=True),

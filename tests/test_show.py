@@ -12,6 +12,8 @@ import torch
 from PIL import Image
 
 from fastdata import CachedDataset, DataLoader, Views
+from fastdata.loaders.buckets import BucketSampler
+from fastdata.loaders.samplers import RankSampler
 from fastdata.report import EpochReport
 from fastdata.tools.__main__ import main
 from fastdata.tools.diagnose import Diagnosis
@@ -78,6 +80,32 @@ def test_a_loader_shows_a_batch_and_is_left_alone() -> None:
         _, labels = next(iter(loader))
         assert titles == [dataset.classes[label] for label in labels[:3]]
         assert len(images) == 3
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_showing_a_batch_leaves_the_order_of_ranks_alone(is_batched: bool) -> None:
+    """The first epoch after ``show`` is the one that would have come without it."""
+
+    def loader_of(dataset: CachedDataset) -> DataLoader[Any]:
+        if is_batched:
+            return DataLoader(dataset, batch_sampler=BucketSampler(dataset, 5))
+        return DataLoader(dataset, 5, sampler=RankSampler(dataset, rank=0, world_size=1))
+
+    def epoch_of(loader: DataLoader[Any]) -> list[list[int]]:
+        return [labels.tolist() for _, labels in loader]
+
+    with CachedDataset(Colours(), transform=T.Compose(LAST)) as dataset:
+        expected = epoch_of(loader_of(dataset))
+        loader = loader_of(dataset)
+        loader.show(3)
+        assert epoch_of(loader) == expected
+
+
+def test_a_loader_with_a_timeout_shows_a_batch() -> None:
+    """A timeout is for workers, and the batch is read without them."""
+    loader = DataLoader([(torch.zeros(3, 4, 4), 0)], num_workers=1, timeout=9, workers="process")
+    images, _ = shown(loader.show(1))
+    assert len(images) == 1
 
 
 def test_what_has_no_image_cannot_be_shown() -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from html import escape
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 from torch.utils.data import dataloader as torch_loader
 
 from fastdata.datasets.batch import Collate, collate
+from fastdata.errors import check_choice, kind_of
 from fastdata.loaders.internals import CHOICES, LoaderInternals
 from fastdata.loaders.iterators import CountedIterator
 from fastdata.loaders.parts import Parts
@@ -131,9 +132,7 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
     ) -> None:
         own = {"workers": workers, "distributed": distributed, "memory_format": memory_format}
         for name, value in own.items():
-            if value not in CHOICES[name]:
-                choices = ", ".join(map(repr, CHOICES[name]))
-                raise ValueError(f"{name}={value!r} is not one of {choices}")
+            check_choice(name, value, CHOICES[name])
             if not hasattr(self, name):  # a subclass may use the name for something else
                 setattr(self, name, value)
         if isinstance(pin_memory, str) and pin_memory != "auto":
@@ -141,7 +140,7 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
         asks = prefetch_factor or persistent_workers or multiprocessing_context or timeout
         is_shared = distributed != "off" and sampler is None and batch_sampler is None
         if is_shared:
-            sampler = _share(cast("Sized", dataset), bool(shuffle), drop_last, distributed)
+            sampler = _share(dataset, bool(shuffle), drop_last, distributed)
             shuffle = None
         makes_batches = batch_size is not None or batch_sampler is not None
         if collate_fn is None and makes_batches:
@@ -215,14 +214,19 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
         """
         from fastdata.datasets.showing import show_batch
 
-        generators = {self.generator, getattr(self.sampler, "generator", None)} - {None}
-        states = {generator: generator.get_state() for generator in generators}
+        other = copy.copy(self)
+        other.num_workers = 0
+        other.timeout = 0  # torch's iterator refuses another one without workers
+        # The copy may share its samplers with this loader, and their generators.
+        chain = SamplerChain.of(self)
+        ranked = chain.ranked
+        before = {} if ranked is None else vars(ranked).copy()
+        start = chain.capture()
         with torch.random.fork_rng(devices=[]):
-            other = copy.copy(self)
-            other.num_workers = 0
             batch = next(iter(other))
-        for generator, state in states.items():
-            generator.set_state(state)
+        chain.restore(start, is_begun=True)
+        if ranked is not None:  # ``restore`` leaves it out
+            vars(ranked).update(before)
         return show_batch(batch, self._fastdata.resume.parts.datasets or [self.dataset], n)
 
     def _repr_html_(self) -> str:
@@ -321,8 +325,14 @@ def _worker_count(num_workers: int | str, least: int) -> int:
     return max(least, limits.usable_cores() // local_ranks() - 1)
 
 
-def _share(dataset: Sized, shuffle: bool, drop_last: bool, distributed: Distributed) -> RankSampler:
+def _share(dataset: Any, shuffle: bool, drop_last: bool, distributed: Distributed) -> RankSampler:
     """Return the sampler for ``distributed="auto"`` or ``"exact"``."""
+    if isinstance(dataset, IterableDataset) or length_of(dataset) is None:
+        raise ValueError(
+            f"distributed={distributed!r} divides the indices of a dataset among ranks, but "
+            f"{kind_of(dataset)} has no indices or no length. Use distributed='off', and let the "
+            "dataset give each rank its own samples."
+        )
     uneven: Uneven = "drop" if drop_last else "pad"
     if distributed == "exact":
         uneven = "keep"

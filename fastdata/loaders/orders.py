@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from fastdata.errors import check_choice
 from fastdata.pixels.random_numbers import draw_integers, draw_uniform, sample_keys
 
 if TYPE_CHECKING:
@@ -112,12 +113,12 @@ def weighted(weights: Any) -> Order:
         (0, True)
     """
     given = np.asarray(weights, np.float64)
-    is_right = np.isfinite(given) & (given >= 0) & given.any()
+    is_right = np.isfinite(given) & (given >= 0) & given.any() & (given.ndim == 1)
     if not is_right.all():
         wrong = is_right.argmin()
         raise ValueError(
-            f"weight {wrong} is {given[wrong]}, but weights must be finite and not negative, and "
-            "at least one of them above zero"
+            f"weight {wrong} is {given[wrong]}, but each must be a number, finite and not negative, "
+            "and at least one of them above zero"
         )
     return Order(
         draw=partial(_draw_weighted, given),
@@ -159,7 +160,13 @@ def balanced(targets: Any, replacement: bool = False) -> Order:
         >>> np.bincount(targets[list(sampler)]).tolist()
         [2, 2, 2]
     """
-    _, classes = np.unique(_targets_of(targets), return_inverse=True)
+    given = _targets_of(targets)
+    if given.ndim != 1:
+        raise ValueError(
+            f"the targets have the shape {given.shape}, but each sample needs one class. Pass the "
+            "class of each sample, as an array (N,)."
+        )
+    _, classes = np.unique(given, return_inverse=True)
     count = len(classes)
     most = math.inf
     if not replacement:
@@ -259,6 +266,7 @@ def mixed(
         >>> len(indices), int((indices < 100).sum())
         (400, 100)
     """
+    check_choice("stop", stop, ("first", "all"))
     lengths = [shuffled(each).length for each in datasets]
     if weights is None:
         weights = [1.0] * len(lengths)

@@ -20,6 +20,7 @@ import torch.cuda
 
 from fastdata.datasets.buffers import BatchRing
 from fastdata.datasets.trees import map_batch
+from fastdata.errors import check_choice
 from fastdata.loaders.copy_thread import ThreadTransfer
 from fastdata.loaders.device import (
     DeviceLike,
@@ -160,8 +161,7 @@ class CudaPrefetcher:
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth={depth}: at least one batch must be on its way")
-        if batch_ops not in ("auto", "device", "cpu"):
-            raise ValueError(f"batch_ops={batch_ops!r} is not one of 'auto', 'device', 'cpu'")
+        check_choice("batch_ops", batch_ops, ("auto", "device", "cpu"))
         self.loader: Any = loader
         self.device = resolve_device(device)
         self.depth = depth

@@ -18,6 +18,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from fastdata.datasets.visits import RepeatedIndex, count_earlier
+from fastdata.errors import check_choice
 from fastdata.loaders.orders import balanced, mixed, repeated, shuffled, weighted
 from fastdata.machine.ranks import find_rank
 
@@ -115,9 +116,9 @@ class RankSampler(DistributedSampler[int]):
         length = order.num_samples if num_samples is None else operator.index(num_samples)
         if not 0 <= length <= order.most:
             raise ValueError(
-                f"num_samples={num_samples}, but an epoch of this order has at most {order.most} "
-                "samples"
+                f"num_samples={length}, but an epoch of this order has at most {order.most} samples"
             )
+        check_choice("uneven", uneven, ("pad", "drop", "keep"))
         self._order = order
         self._given = rank, world_size
         self.order_length = length

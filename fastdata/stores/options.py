@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from numbers import Integral
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
+from fastdata.errors import check_choice
 from fastdata.paths import AnyPath
 from fastdata.pixels.resize import Bound
 from fastdata.sources.storage_options import StorageOptions
@@ -57,10 +58,7 @@ class Options:
         if self.storage_options is not None:  # from here on hidden from messages and pickles
             object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
         for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                listed = ", ".join(map(repr, choices))
-                raise ValueError(f"{name}={value!r} is not one of {listed}")
+            check_choice(name, getattr(self, name), choices)
         for name in ("batch_ops", "return_index"):
             value = getattr(self, name)
             if not isinstance(value, bool):
