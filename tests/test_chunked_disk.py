@@ -363,6 +363,8 @@ def test_many_cores_do_not_take_the_memory_of_chunks(
             assert loader.plan.batches_bytes < 50 << 20
             assert sorted(int(label) for _, labels in loader for label in labels) == list(range(64))
             assert 1 < loader.report().workers < 64
+        with chunked(dataset, **{**arguments, "num_workers": 0}) as loader:
+            assert loader.plan.workers == 1  # not the default, which is all cores
 
 
 def test_the_order_does_not_follow_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

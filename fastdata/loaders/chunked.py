@@ -234,7 +234,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
         in_use_bytes = limits.tree_pss_bytes()
         share_bytes = limits.available_bytes().bytes // local_ranks() + in_use_bytes
-        most_workers = num_workers or limits.usable_cores()
+        most_workers = limits.usable_cores() if num_workers is None else num_workers
         worker_bytes = 0
         if served_bytes is None:
             # Samples are read one by one. From memory-mapped files one thread does that, because
