@@ -125,9 +125,10 @@ class PinnedMemory:
         # In a tuple, to tell two cases apart: a class that pins in place returns None, and
         # ``_unless_refused`` returns None for a refusal.
         pinned = self._unless_refused(lambda: (value.pin_memory(),))
-        if pinned == (None,):
-            return value
-        return pinned and pinned[0]
+        if pinned is None:
+            return None
+        [copy] = pinned
+        return value if copy is None else copy
 
     def _unless_refused(self, pin: Callable[[], _T]) -> _T | None:
         if self._refusal:  # another attempt would cost time for each batch
@@ -272,8 +273,11 @@ def device_memory(batch: Any) -> list[Any]:
 
 def host_memory(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a value, at any depth, that have elements in host memory."""
-    found = [it for it in memory_of(value) if isinstance(it, torch.Tensor)]
-    return [it for it in found if it.device.type == "cpu" and it.numel()]
+    return [
+        it
+        for it in memory_of(value)
+        if isinstance(it, torch.Tensor) and it.device.type == "cpu" and it.numel()
+    ]
 
 
 def left_behind(batch: Any) -> str:
