@@ -41,8 +41,7 @@ def warn_of_ranks(sampler: Any) -> None:
 def warn_of_samples(dataset: Dataset[Any], parts: Parts) -> None:
     """Warn once for each dataset that is read sample by sample."""
     # Once for each dataset, not for each loader: scripts make a loader for every epoch or fold.
-    new = [part for part in parts.datasets if part._fastdata not in _WARNED]
-    _WARNED.update(part._fastdata for part in new)
+    new = _unseen(parts, _WARNED)
     notice = next(filter(None, map(_fallback_notice, new)), "")
     if not parts.datasets and not isinstance(dataset, IterableDataset):
         notice = _wrapped_notice(dataset)
@@ -54,10 +53,15 @@ def warn_of_samples(dataset: Dataset[Any], parts: Parts) -> None:
 
 def warn_of_masks(parts: Parts) -> None:
     """Warn once for each dataset whose random transform moves images, but not their masks."""
-    new = [part._fastdata for part in parts.datasets if part._fastdata not in _MASKED]
-    _MASKED.update(new)
-    for samples in new:
-        _warn_of_masks(samples)
+    for dataset in _unseen(parts, _MASKED):
+        _warn_of_masks(dataset._fastdata)
+
+
+def _unseen(parts: Parts, seen: weakref.WeakSet[DatasetSamples]) -> list[PreparedDataset]:
+    """Return the datasets that are not in ``seen``, and add them."""
+    new = [dataset for dataset in parts.datasets if dataset._fastdata not in seen]
+    seen.update(dataset._fastdata for dataset in new)
+    return new
 
 
 def _warn_of_masks(samples: DatasetSamples) -> None:
@@ -125,16 +129,16 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
     kept = reader.kept
     # No warning if the user asked for it (batch_ops=False), if files are decoded in each epoch
     # anyway, if samples have several parts, if no step runs in Python, or for boxes.
-    is_known = not any(view.per_sample for view in plan.each)
+    unknown_views = [view for view in plan.each if view.per_sample]
     is_asked_for = not reader.stored.options.batch_ops
-    if is_asked_for or kept is None or kept.is_tuple or is_known:
+    if is_asked_for or kept is None or kept.is_tuple or not unknown_views:
         return ""
     is_joint = reader.pair_transform is not None
     if is_joint and not kept.target_is_part:
         return ""
     if reader.stored.obstacle is not None:  # there is no core; this text includes the cure
         return f"{plan.obstacle}".removesuffix(".")
-    [view, *_] = [view for view in plan.each if view.per_sample]
+    view = unknown_views[0]
     unknown = view.per_sample[0]
     cures = []
     draws = is_joint or is_random(unknown)

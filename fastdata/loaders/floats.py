@@ -60,8 +60,8 @@ class ToFloats:
             std = 1 / std  # the field holds a factor
         # The divisor is a tensor on the device: instead of dividing by a number of the host, CUDA
         # multiplies with its rounded inverse.
-        self.divides = scaling in ("SCALE_DIVIDE", "SCALE_NONE") and not mean.any()
-        self.divides = self.divides and normalizes == is_unscaled
+        has_one_divisor = normalizes == is_unscaled and not mean.any()
+        self.divides = has_one_divisor and scaling in ("SCALE_DIVIDE", "SCALE_NONE")
         scale = unit * std
         if not self.divides:
             scale = 1 / scale

@@ -214,7 +214,7 @@ class MixedBatches:
         else:
             if self._blender is None:
                 self._blender = RowBlender(cast, str(_dtype_of(reader)).removeprefix("torch."))
-            self._write(blend, self._blender, reader, batch, outs[0], is_last=is_last)
+            self._write(blend, self._blender, source, batch, outs[0], is_last=is_last)
         images = torch.from_numpy(outs[0]).view(_dtype_of(reader))
         made = self._mixing.to_batch(images, labels, blend)
         return as_channels_last(made) if batch.channels_last else made
@@ -223,14 +223,13 @@ class MixedBatches:
         self,
         blend: Blend,
         blender: RowBlender,
-        reader: AnyReader,
+        source: AnyReader,
         batch: IndexBatch,
         out: Array,
         *,
         is_last: bool,
     ) -> None:
-        """Read samples to scratch memory, and write the mixed rows to ``out``."""
-        source, _ = _staged_from(reader)
+        """Read samples from ``source`` to scratch memory, and write the mixed rows to ``out``."""
         order_B = places_B = np.arange(len(batch))
         is_one_by_one = isinstance(source, Reader) and source.programs[0].can_blend
         if is_one_by_one:

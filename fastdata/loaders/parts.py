@@ -82,9 +82,7 @@ class JoinedReader:
             reader = self.readers[number]
             shapes.append(reader.shapes_of(piece, opened))
             where = f"of dataset {number} of {len(self.readers)}"
-            for row in range(len(piece)):
-                name = reader.name_of(piece, row)
-                names.append(f"{name} {where}")
+            names += [f"{reader.name_of(piece, row)} {where}" for row in range(len(piece))]
         outputs = []
         columns = zip(*shapes, strict=True)
         alike = self.readers[0].alike

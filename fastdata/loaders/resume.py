@@ -97,9 +97,7 @@ class Resume:
             is_taken = chain.ranked.resume(rank_state(state["start"]))
             if state["is_begun"] and not is_taken:
                 state = None  # another epoch was set on the sampler
-        progress = self._following()
-        if state is not None:
-            progress = Progress.resumed(state)
+        progress = self._following() if state is None else Progress.resumed(state)
         chosen = self.parts.epoch if self._set is None else self._set
         if chosen is not None and not progress.is_begun:
             progress.epoch = chosen
@@ -210,15 +208,14 @@ class Resume:
         start = copy.deepcopy(progress.start) or latest.capture()
         size = latest.batch_size
         if latest.ranked is None or size is None:
-            is_spent = handed == progress.drawn and latest.is_spent(progress.counted)
-            is_over = is_over or is_spent
+            is_over |= handed == progress.drawn and latest.is_spent(progress.counted)
         else:
             # Another epoch may have been set on the sampler since.
             begun = rank_state(start)
             reached = latest.ranked.state_dict(
                 handed - progress.first, size, drop_last=latest.outer.drop_last, begun=begun
             )
-            is_over = is_over or reached["epoch"] != begun["epoch"]
+            is_over |= reached["epoch"] != begun["epoch"]
             begun |= reached
         if is_over:
             handed = 0

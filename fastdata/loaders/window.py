@@ -72,10 +72,8 @@ class Window:
         windows_B = ops_BS["window"][:, 0]
         box_B = windows_B["box"]
         # The second half of each table has the mirrored windows.
-        first_mirrored_row = len(rows) // 2
-        first_mirrored_column = len(columns) // 2
-        row_B = box_B["top"] + windows_B["mirrors_rows"] * first_mirrored_row
-        column_B = box_B["left"] + windows_B["mirrors_columns"] * first_mirrored_column
+        row_B = box_B["top"] + windows_B["mirrors_rows"] * (len(rows) // 2)
+        column_B = box_B["left"] + windows_B["mirrors_columns"] * (len(columns) // 2)
         line_2B = np.stack([row_B, column_B])
         return torch.from_numpy(line_2B)
 
