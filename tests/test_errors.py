@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from children import PILToTensor
 from data import level_samples
 from fastdata import CachedDataset, DataLoader, ImageFolder, ImageManifest, errors
-from fastdata.errors import RemoteError, SampleError, StoreGoneError, fault_of, sample_error
+from fastdata.errors import RemoteError, SampleError, StoreGoneError
+from fastdata.faults import fault_of, sample_error
 
 ODD_PATH = "/data/a, b: 'c'\nsample 7, d.jpg"
 

@@ -31,8 +31,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 WINGS = (
     "paths",
     "errors",
+    "faults",
     "pictures",
-    "paths",
     "report",
     "machine",
     "pixels",
@@ -108,7 +108,7 @@ def imports_of(path: Path, *, types_too: bool) -> frozenset[str]:
 
 
 def test_there_are_seven_wings() -> None:
-    """Next to them are the public names, errors, paths, pictures and reports, and nothing else."""
+    """Next to them are the public names, errors, faults, paths, pictures and reports, and nothing else."""
     entries = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert entries - {"__pycache__"} == {*WINGS, "__init__"}
 

@@ -20,7 +20,8 @@ from PIL import Image, ImageFile, ImageOps
 
 from data import photo
 from fastdata import DataLoader, ImageFolder
-from fastdata.errors import SampleError, sample_error
+from fastdata.errors import SampleError
+from fastdata.faults import sample_error
 from fastdata.pixels.decode import (
     IMAGE_EXTENSIONS,
     OpenedImages,

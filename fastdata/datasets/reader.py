@@ -23,13 +23,8 @@ from fastdata.datasets.column import Column
 from fastdata.datasets.mixed_sizes import check_alike
 from fastdata.datasets.reading import Reading
 from fastdata.datasets.visits import IndexBatch
-from fastdata.errors import (
-    ChannelsError,
-    MixedSizesError,
-    SampleError,
-    fault_of,
-    sample_error,
-)
+from fastdata.errors import ChannelsError, MixedSizesError, SampleError
+from fastdata.faults import fault_of, sample_error
 from fastdata.pixels.arrays import Array
 from fastdata.pixels.core.calls import Blending
 from fastdata.pixels.samples import batch_of_form, without_exif

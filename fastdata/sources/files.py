@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from fastdata.errors import with_retries
+from fastdata.faults import with_retries
 from fastdata.machine.tables import ListView
 from fastdata.paths import read_whole
 from fastdata.pixels.decode import Loader

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import repeat
 
-from fastdata.errors import fault_of, with_retries
+from fastdata.faults import fault_of, with_retries
 from fastdata.paths import AnyPath
 from fastdata.sources.remote import Place
 

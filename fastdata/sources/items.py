@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from fastdata.errors import kind_of, with_retries
+from fastdata.errors import kind_of
+from fastdata.faults import with_retries
 from fastdata.paths import hide_secrets
 from fastdata.pixels.decode import decode_image, load_image
 from fastdata.pixels.openings import Opening

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from fastdata.errors import kind_of, with_retries
+from fastdata.errors import kind_of
+from fastdata.faults import with_retries
 from fastdata.paths import AnyPath, is_url, local_path, refuse_chain, refuse_secrets
 from fastdata.sources.remote import Place
 from fastdata.sources.storage_options import StorageChoice

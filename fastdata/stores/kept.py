@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastdata.errors import ChannelsError, SampleError, sample_error
+from fastdata.errors import ChannelsError, SampleError
+from fastdata.faults import sample_error
 from fastdata.machine.ranks import Leader
 from fastdata.machine.tables import SampleTable, collate_targets
 from fastdata.pixels.arrays import Array

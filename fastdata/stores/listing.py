@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fastdata.errors import fault_of, with_retries
+from fastdata.faults import fault_of, with_retries
 from fastdata.machine.limits import usable_cores
 from fastdata.machine.workers import run_tasks
 from fastdata.paths import local_path

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastdata.errors import CacheError, IngestError, RemoteError, SampleError, sample_error
+from fastdata.errors import CacheError, IngestError, RemoteError, SampleError
+from fastdata.faults import sample_error
 from fastdata.pixels.arrays import Array, Shape
 from fastdata.pixels.core import library
 from fastdata.pixels.decode import OpenedImages
