@@ -861,6 +861,13 @@ def test_before_the_first_read_samples_and_targets_may_be_assigned(
         ours.targets = [1, 2, 3, 4]
 
 
+def test_targets_may_be_an_array_of_names(image_folder: Folder) -> None:
+    """The values of a pandas column of names, an array of objects, are targets like a list of them."""
+    with ImageFolder(image_folder(classes=("a", "b"), per_class=1)) as dataset:
+        dataset.targets = np.array(["x", "y"], dtype=object)
+        assert [target for _, target in dataset] == ["x", "y"]
+
+
 def test_items_of_lists_are_not_assigned(image_folder: Folder) -> None:
     """Changing these lists in place is refused, with the cure."""
     with ImageFolder(image_folder()) as dataset:

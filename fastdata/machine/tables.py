@@ -337,7 +337,7 @@ def target_columns(
     """
     if isinstance(targets, torch.Tensor):
         return {"targets": targets.numpy()}, "tensor"
-    if isinstance(targets, np.ndarray) and targets.ndim == 1:
+    if isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind in "biufc":
         return {"targets": targets}, "number"
     types = {*map(type, targets)} or {int}
     only = types.pop() if len(types) == 1 else object
