@@ -235,6 +235,7 @@ _KINDS = {
     rb"GIF8": "a damaged GIF",
     rb"BM": "a damaged BMP",
     rb"II\*\0|MM\0\*": "a damaged TIFF",
+    rb".{4}ftyp(avif|hei|mif1)": "a HEIC or AVIF image, which Pillow may open only with a plugin",
     rb"\s*<(!doctype )?html": "an HTML page, probably a failed download",
     rb"version https://git-lfs": "a Git LFS pointer; fetch the file with `git lfs pull`",
     rb"%PDF": "a PDF",
@@ -263,5 +264,5 @@ def _describe_file(path: str) -> str:
     if not size:
         return "an empty file (0 bytes)"
     found = (kind for sign, kind in _KINDS.items() if re.match(sign, start + end[-2:], _FLAGS))
-    kind = next(found, f"not an image: it starts with {start[:16]!r}")
+    kind = next(found, f"of no known image format: it starts with {start[:16]!r}")
     return f"a file of {size:,} bytes, {kind}"

@@ -537,13 +537,14 @@ def test_arrays_that_are_no_image_are_refused(array: np.ndarray) -> None:
         (b"", "an empty file (0 bytes)"),
         (
             b"hello world, no image",
-            "a file of 21 bytes, not an image: it starts with b'hello world, no '",
+            "a file of 21 bytes, of no known image format: it starts with b'hello world, no '",
         ),
         (BAD_FILES["data_cut.jpg"](), "a JPEG without its end, probably cut off"),
         (FILES["444.jpg"](), "a JPEG."),
         (BAD_FILES["cut.png"](), "a damaged PNG"),
         (FILES["lossy.webp"]()[:-50], "a damaged WebP"),
         (b"\n <HTML><body>404", "an HTML page, probably a failed download"),
+        (b"\0\0\0\x18ftypheic", "a HEIC or AVIF image, which Pillow may open only with a plugin"),
         (
             b"version https://git-lfs.github.com/spec/v1\n",
             "a Git LFS pointer; fetch the file with `git lfs pull`",
