@@ -149,6 +149,24 @@ def test_a_request_that_hangs_is_made_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert (len(calls), gone_on) == (2, ["cancelled"])
 
 
+def test_a_large_upload_may_take_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The time limit of an upload grows with the file, so that a slow network can send a shard."""
+    sent = []
+
+    async def put_file(self: Any, source: str, path: str) -> None:
+        await asyncio.sleep(0.2)
+        sent.append(Path(source).stat().st_size)
+
+    monkeypatch.setattr(MemoryFileSystem, "async_impl", True)
+    monkeypatch.setattr(MemoryFileSystem, "_put_file", put_file, raising=False)
+    monkeypatch.setattr("fastdata.sources.remote.ATTEMPT_S", 0.05)
+    shard = tmp_path / "shard"
+    with shard.open("wb") as file:
+        file.truncate(64 << 20)
+    Place("memory://place").upload("name", shard)
+    assert sent == [64 << 20]
+
+
 def test_what_stays_wrong_is_an_error() -> None:
     """A file that does not have its listed size is an error with both sizes."""
     Place("memory://place").write("name", b"twice")

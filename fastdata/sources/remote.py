@@ -34,6 +34,9 @@ ATTEMPT_S = 60.0
 """Seconds after which an unanswered request is made again, once. The clients also repeat requests
 that a server refuses for a moment."""
 
+_SLOWEST_UPLOAD_BYTES = 1 << 20
+"""Bytes that an upload sends in a second at least: a large file may take longer than ATTEMPT_S."""
+
 _PAUSE_S = 0.5
 
 _OTHER_SERVER = "Copy the file to a local disk, or use a server that can."
@@ -288,6 +291,7 @@ class Place:
         client = self._client()
         arguments = (*source, self._path(client, name), *arguments)
         url = self.at(name)
+        more_s = sum(map(os.path.getsize, source)) / _SLOWEST_UPLOAD_BYTES
 
         async def request() -> Any:
             failure: Exception = RemoteError(url)
@@ -303,7 +307,7 @@ class Place:
                         answer = getattr(client, f"_{method}")(*arguments, **options)
                     else:
                         answer = asyncio.to_thread(getattr(client, method), *arguments, **options)
-                    return then(await asyncio.wait_for(answer, ATTEMPT_S))
+                    return then(await asyncio.wait_for(answer, ATTEMPT_S + more_s))
                 except Exception as problem:  # noqa: BLE001  # clients raise anything
                     cause = true_cause(problem)
                     failure = final_error(url, cause, self._options, again)
