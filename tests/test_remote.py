@@ -708,6 +708,13 @@ def test_a_file_url_is_a_folder_here(image_folder: Callable[..., Path], tmp_path
     assert mirror_folder(f"file://{tmp_path}") == tmp_path
 
 
+def test_a_path_object_may_be_a_url(bucket: tuple[str, Path]) -> None:
+    """``Path`` turns the two slashes of a URL into one; a list of such paths is read all the same."""
+    url, _ = bucket
+    [(path, _), *_] = ImageFolder(url).samples
+    assert ImageManifest([(Path(path), 7)])[0][1] == 7
+
+
 @pytest.mark.parametrize("is_beside", [True, False])
 def test_manifests_behind_urls(bucket: tuple[str, Path], tmp_path: Path, is_beside: bool) -> None:
     """A CSV file at a URL lists files relative to itself; a local one may list URLs. Both can be cached."""

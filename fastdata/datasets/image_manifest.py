@@ -87,9 +87,9 @@ class ImageManifest(ImageFiles):
         beside = os.path.dirname(os.fsdecode(manifest)) if is_path else ""
         listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
         # The first URL is enough, because most files are in one folder.
-        url = next((path for path in listed.paths if "://" in path), "")
+        url = next((path for path in listed.paths if ":/" in path and is_url(path)), "")
         place = None
-        if is_url(url):
+        if url:
             folder = next(filter(is_url, (root or "", beside)), os.path.dirname(url))
             place = Place(folder, chosen.storage_options)
             self.root = place.url
