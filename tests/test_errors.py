@@ -342,6 +342,8 @@ def test_a_folder_that_a_mount_fails_to_list_is_an_error(
         with pytest.raises(OSError, match=r"Input/output error: '.*cat'"):
             ImageFolder(root)
         assert failures == 4
+        with pytest.raises(OSError, match=r"Input/output error: '.*cat'"):
+            CachedDataset(root)  # looks for tars
     else:
         assert len(ImageFolder(root, allow_empty=True)) == 3
         assert failures == 1

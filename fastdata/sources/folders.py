@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import repeat
 
-from fastdata.faults import fault_of, with_retries
+from fastdata.faults import with_retries
 from fastdata.paths import AnyPath
+from fastdata.sources.local_files import leave_out
 from fastdata.sources.remote import Place
 
 SCAN_THREADS = 16
@@ -105,12 +106,6 @@ def _clock_of_waits() -> float:
 
 def _list_files(top: str, endings: Endings) -> list[str]:
     """List the files below ``top`` that end in one of ``endings``, in torchvision's order."""
-
-    def leave_out(problem: OSError) -> None:
-        """Leave out a folder without permission, as torchvision does; raise if a disk fails."""
-        if fault_of(problem) == "machine":
-            raise problem
-
     paths = []
     # torchvision sorts by folder, and then by name within each. Sorted as whole paths, "a.d/x"
     # would come before "a/x".

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from fastdata.faults import fault_of
 from fastdata.paths import open_file
 
 _FLEETING = "fastdata-remote-"
@@ -46,6 +47,12 @@ def _sweep(parent: str) -> None:
                     shutil.rmtree(left)
 
 
+def leave_out(problem: OSError) -> None:
+    """Leave out a folder without permission, as torchvision does; raise if a disk fails."""
+    if fault_of(problem) == "machine":
+        raise problem
+
+
 class LocalFiles:
     """Files of this machine, with the methods of fsspec's file systems that ``Place`` calls."""
 
@@ -61,7 +68,7 @@ class LocalFiles:
     @classmethod
     def find(cls, top: str, *, detail: bool) -> dict[str, dict[str, int]]:
         files = {}
-        for folder, _, names in os.walk(top):
+        for folder, _, names in os.walk(top, onerror=leave_out):
             for name in names:
                 path = os.path.join(folder, name)
                 with contextlib.suppress(FileNotFoundError):
