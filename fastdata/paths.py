@@ -132,17 +132,16 @@ def _hide_query(text: str) -> str:
     return f"{text[: found.end()]}***{text[found.end() + len(query) :]}"
 
 
-def refuse_secrets(url: str, where: str = "") -> None:
-    """Raise ``ValueError`` for a URL that may hold a secret; ``where`` names the list with it."""
+def refuse_secrets(url: str, before: str = "") -> None:
+    """Raise ``ValueError`` for a URL that may hold a secret; its text begins with ``before``."""
     if not _may_hold_secret(url):
         return
     # ``hide_secrets`` searches word by word, but a URL may contain blanks.
     spaceless = re.sub(r"\s", "%20", url)
     hidden = hide_secrets(spaceless)
     if hidden != spaceless:
-        place = f"{where}: " if where else ""
         raise ValueError(
-            f"{place}{hidden} holds a password, a token or a query (***), which messages and "
+            f"{before}{hidden} holds a password, a token or a query (***), which messages and "
             "caches would show. Give the plain URL, and credentials as storage_options= or in the "
             "environment. Instead of a signed URL, give one that these credentials open, such as "
             "s3://bucket/name."

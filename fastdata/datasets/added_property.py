@@ -10,8 +10,6 @@ from fastdata.errors import kind_of
 if TYPE_CHECKING:
     from fastdata.datasets.samples import DatasetSamples
 
-Read = Callable[["DatasetSamples"], Any]
-
 
 class AddedProperty:
     """A property that fastdata adds to datasets.
@@ -19,7 +17,7 @@ class AddedProperty:
     A subclass may assign its own value to this name, because fastdata does not read the property.
     """
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, read: Callable[[DatasetSamples], Any]) -> None:
         self._read = read
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -42,6 +40,6 @@ class AddedProperty:
         vars(dataset)[self._name] = value
 
 
-def added_property(read: Read) -> Any:
+def added_property(read: Callable[[DatasetSamples], Any]) -> Any:
     """Return an ``AddedProperty`` that type checkers accept for the declared type of the name."""
     return AddedProperty(read)

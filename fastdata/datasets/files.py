@@ -38,7 +38,7 @@ def stat_of_files(
     """
     for index, path in enumerate(paths):
         if path not in listed:
-            refuse_secrets(path, f"sample {index}")
+            refuse_secrets(path, f"sample {index}: ")
     return [listed.get(path, _UNKNOWN) for path in paths]
 
 

@@ -12,9 +12,6 @@ from fastdata.datasets.trees import leaves_of
 from fastdata.errors import MixedSizesError
 from fastdata.pixels.arrays import Array
 
-_Named = tuple[str, Sequence[int]]
-"""Name of a sample in a message, and the sample's shape."""
-
 _UNEQUAL = "stack expects each tensor to be equal size"
 """The beginning of torch's error for tensors of several shapes."""
 
@@ -61,7 +58,8 @@ def _shapes_in(sample: Any) -> list[Sequence[int]]:
     return [array.shape for array in arrays]
 
 
-def _error_of(one: _Named, other: _Named) -> MixedSizesError:
+def _error_of(one: tuple[str, Sequence[int]], other: tuple[str, Sequence[int]]) -> MixedSizesError:
+    """Return the error for two samples, each given by its name and its shape."""
     named = [f"{name} is {tuple(shape)}" for name, shape in (one, other)]
     return MixedSizesError(
         f"{_UNEQUAL}, but {' and '.join(named)}. Give all images (and masks) the same size in the "

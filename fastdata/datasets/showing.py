@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,8 +63,7 @@ def _item_of(batch: Any, number: int) -> Any:
     return [_item_of(value, number) for value in batch]
 
 
-@dataclass(frozen=True, slots=True)
-class _Cell:
+class _Cell(NamedTuple):
     """The pictures of an item, which are shown side by side, and the text above them."""
 
     pictures: list[Array]
