@@ -157,7 +157,7 @@ def test_rotations_are_rounded_as_python_rounds() -> None:
 
 
 def test_magnitudes_are_asked_for_each_size_once() -> None:
-    """More image sizes than are kept give the same pixels as each size alone."""
+    """The user's transform computes the magnitudes of a size once, for all batches of a program."""
     asked = []
 
     class Counted(v1.RandAugment):
@@ -181,3 +181,14 @@ def test_magnitudes_are_asked_for_each_size_once() -> None:
     )
     fresh = Program(plan.batch_ops, store.spec)
     assert all(np.array_equal(out[index], fresh.run_one(store, index, 0, 0)) for index in range(60))
+
+
+def test_a_batch_may_have_more_sizes_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A perspective is drawn for the whole batch at once, so all its sizes need their magnitudes together."""
+    monkeypatch.setattr("fastdata.pixels.program._MOST_LEVELS", 4)
+    store = ArrayStore(images(9, *((8 + n, 9) for n in range(9))))
+    steps = (v1.RandAugment(), v1.RandomPerspective(), v1.CenterCrop(8))
+    program = Program(split_transform(steps, prepared=0).batch_ops, store.spec)
+    out = np.empty((9, 3, 8, 8), np.uint8)
+    program.run(store, np.arange(9), 0, 0, out)
+    assert all(np.array_equal(out[index], program.run_one(store, index, 0, 0)) for index in range(9))

@@ -37,7 +37,7 @@ from fastdata.pixels.steps import Step, Steps, compile_table, flatten_steps
 _AHEAD = 4  # number of encoded samples that are decoded before each call of the core
 _PREPARED_BYTES = 4 << 20  # memory of the images that one call prepares
 _MOST_CHANNELS = 4  # most channels for channels_last: MAX_CHANNELS of core.h
-_MOST_LEVELS = 1000  # number of image sizes whose magnitudes are kept
+_MOST_LEVELS = 1000  # number of image sizes whose magnitudes are kept, unless a batch needs more
 
 
 class Program:
@@ -268,7 +268,10 @@ class Program:
             raise error_of(step, refused, int(keys.indices[b]), shapes_B3[b]) from None
         height, width = refused.numbers["height"], refused.numbers["width"]
         known = self._table.levels
-        levels = dict(known) if len(known) < _MOST_LEVELS else {}
+        # Never fewer than one call may need: it would drop the first sizes to make room for the
+        # last ones, and never end.
+        most = max(_MOST_LEVELS, len(shapes_B3) * len(self._every))
+        levels = dict(known) if len(known) < most else {}
         levels[refused.step, height, width] = step.levels(height, width)
         # Other threads may be using the old table in a call, so it is replaced, not changed.
         self._table = self._table.with_levels(levels)
