@@ -95,8 +95,8 @@ def rates(names: list[str]) -> dict[str, float]:
     import_torchvision()
     from torchvision import transforms
 
-    from fastdata import split_transform
     from fastdata.pixels.program import Program
+    from fastdata.pixels.split import split_transform
 
     found = {"bare copy of crops": copy_rate(256, 224)}
     stores: dict[int, Samples] = {}
