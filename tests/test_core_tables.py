@@ -191,4 +191,6 @@ def test_a_batch_may_have_more_sizes_than_are_kept(monkeypatch: pytest.MonkeyPat
     program = Program(split_transform(steps, prepared=0).batch_ops, store.spec)
     out = np.empty((9, 3, 8, 8), np.uint8)
     program.run(store, np.arange(9), 0, 0, out)
-    assert all(np.array_equal(out[index], program.run_one(store, index, 0, 0)) for index in range(9))
+    assert all(
+        np.array_equal(out[index], program.run_one(store, index, 0, 0)) for index in range(9)
+    )

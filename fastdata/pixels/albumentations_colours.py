@@ -164,7 +164,7 @@ def _read_grey(transform: Any, state: State) -> State | Step:
     if channels not in (1, 3):
         raise UnknownStepError("makes neither 1 nor 3 channels")
     if state.channels == 1:
-        return state  # and albumentations warns
+        return state  # albumentations leaves it unchanged, with a warning
     if channels == 1 and state.channels is None:
         raise UnknownStepError("gets images with different numbers of channels")
     if (type(transform).__name__, transform.method) in _TRIALS:

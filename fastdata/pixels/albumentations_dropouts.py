@@ -58,8 +58,8 @@ def _read_grid(transform: Any, state: State) -> Step | State:
 
 def _dropout(transform: Any, state: State, name: str, fields: Fields) -> Step | State:
     """Return a step for an image or its mask; the unchanged state if the mask is not filled."""
-    fill = transform.fill_mask if state.is_beside else transform.fill
-    if fill is None and state.is_beside:
+    fill = transform.fill_mask if state.is_mask else transform.fill
+    if fill is None and state.is_mask:
         return state
     mode = "FILLED"
     values: Fill = (0,)

@@ -34,7 +34,7 @@ _STATISTICS = {
     "min_max_per_channel": "RANGE_OF_CHANNELS",
 }
 """Modes of Normalize that compute their statistics from each image."""
-_FIRST_NUMPY = int(np.__version__.partition(".")[0])
+_NUMPY_MAJOR = int(np.__version__.partition(".")[0])
 
 
 def _turned(state: State, symmetry: tuple[int, bool, bool]) -> list[Step]:
@@ -82,7 +82,7 @@ def border_fill(transform: Any, state: State) -> Fill:
     """
     if border_mode(transform) != "PAD_CONSTANT":
         return (0,)
-    given = transform.fill_mask if state.is_beside else transform.fill
+    given = transform.fill_mask if state.is_mask else transform.fill
     values = given if isinstance(given, (Sequence, np.ndarray)) else [given]
     # OpenCV uses a single value for the first of four channels only, but albumentations repeats a
     # float for all channels.
@@ -173,7 +173,7 @@ def _read_crop(transform: Any, state: State) -> State:
 def _read_normalize(transform: Any, state: State) -> Step:
     need_uint8(state)
     if transform.normalization != "standard":
-        if _FIRST_NUMPY < 2:  # NumPy 1 makes float32 of these
+        if _NUMPY_MAJOR < 2:  # with NumPy 1 the results are float32
             raise UnknownStepError("computes its statistics from each image, which needs NumPy 2")
         statistic = _STATISTICS[transform.normalization]
         return state.step(
@@ -221,7 +221,7 @@ def _read_from_float(transform: Any, state: State) -> State:
 
 
 def _read_to_tensor(transform: Any, state: State) -> State:
-    if state.is_beside:
+    if state.is_mask:
         if state.kind != "hw":
             raise UnknownStepError("gets masks with channels")
         return replace(state, kind="plane")

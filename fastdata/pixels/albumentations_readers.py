@@ -40,7 +40,10 @@ def read_wrapped(transform: Any, state: State) -> State:
 
 
 def _read(transform: Any, state: State, *, is_forced: bool = False) -> State:
-    """Read an object of albumentations. ``is_forced``: its composition always applies it."""
+    """Read an object of albumentations.
+
+    ``is_forced=True``: the composition around it applies it whatever its ``p``, unless that is 0.
+    """
     name = known_name(transform)
     if name not in READERS and name not in _COMPOSITIONS:
         raise UnknownStepError(albumentations_obstacle(transform) or "is not a known batch op")
@@ -51,12 +54,12 @@ def _read(transform: Any, state: State, *, is_forced: bool = False) -> State:
     p = transform.p
     if name in _COMPOSITIONS:
         found: Step | State = _COMPOSITIONS[name](transform, before)
-        # Even if they are forced, SomeOf draws whether it is applied, and OneOrOther which
-        # transform it applies.
+        # These two draw even if they are forced: SomeOf (and RandomOrder) whether it is applied at
+        # all, OneOrOther which of its transforms is applied.
         if name in ("A.OneOrOther", "A.SomeOf", "A.RandomOrder"):
             p = 1 if name == "A.OneOrOther" else p
             is_forced = False
-    elif state.is_beside and "mask" not in transform.targets:
+    elif state.is_mask and "mask" not in transform.targets:
         return state
     else:
         found = READERS[name](transform, before)

@@ -18,9 +18,9 @@ _AREA = 3  # cv2.INTER_AREA
 def _filters(transform: Any, state: State) -> Fields:
     """Return the interpolation for an image or its mask; it may depend on whether it shrinks."""
     need_uint8(state)
-    chosen = transform.mask_interpolation if state.is_beside else transform.interpolation
-    areas = (None, "image_mask") if state.is_beside else (None, "image", "image_mask")
-    by_area = transform.area_for_downscale in areas[1:]
+    chosen = transform.mask_interpolation if state.is_mask else transform.interpolation
+    areas = ("image_mask",) if state.is_mask else ("image", "image_mask")
+    by_area = transform.area_for_downscale in areas
     if by_area:
         opencv_filter(_AREA)
     return {"interpolation": opencv_filter(chosen), "shrinks_by_area": by_area}
@@ -28,8 +28,8 @@ def _filters(transform: Any, state: State) -> Fields:
 
 def _crop_filters(transform: Any, state: State) -> Fields:
     filters = _filters(transform, state)
-    if state.is_beside and filters["shrinks_by_area"]:
-        # _get_interpolation_for_resize uses area for masks that grow, too.
+    if state.is_mask and filters["shrinks_by_area"]:
+        # albumentations' _get_interpolation_for_resize also uses area for masks that are enlarged.
         return {"interpolation": opencv_filter(_AREA)}
     return filters
 

@@ -29,7 +29,7 @@ def _read_warp(
     need_uint8(state)
     if state.channels not in (1, 3):
         raise UnknownStepError("gets images with neither 1 nor 3 channels")
-    given = transform.mask_interpolation if state.is_beside else transform.interpolation
+    given = transform.mask_interpolation if state.is_mask else transform.interpolation
     if given not in _INTERPOLATIONS:
         raise UnknownStepError("has an interpolation that is not supported")
     fields = {
@@ -90,7 +90,7 @@ def _read_alone(
     """Read the fields and the fill of a transform that passes its fill to OpenCV unchanged."""
     warp, fill = _read_warp(transform, state, find_program)
     # OpenCV uses a single number for the first channel, and fills the others with 0.
-    is_one = np.size(transform.fill_mask if state.is_beside else transform.fill) == 1
+    is_one = np.size(transform.fill_mask if state.is_mask else transform.fill) == 1
     return {**warp, "fills_first": is_one}, fill
 
 

@@ -72,7 +72,7 @@ def read_filter(transform: Any, state: State, interpolation: Any) -> Fields:
     """Read the interpolation of a transform that resizes, and its domain."""
     need_uint8(state)
     name = interpolation_name(interpolation)
-    if state.is_beside:
+    if state.is_mask:
         if name == "nearest-exact":  # some versions of torchvision also use it for masks
             raise UnknownStepError(_INTERPOLATION)
         return {"interpolation": "NEAREST", "domain": "V2_DOMAIN"}
@@ -91,7 +91,7 @@ def read_filter(transform: Any, state: State, interpolation: Any) -> Fields:
 def read_warp(transform: Any, state: State) -> tuple[Fields, Fill]:
     """Read the fields of a ``Warp``, and the fill."""
     need_colours(state)
-    name = "nearest" if state.is_beside else interpolation_name(transform.interpolation)
+    name = "nearest" if state.is_mask else interpolation_name(transform.interpolation)
     served = ["nearest", "bilinear"]
     if state.kind == "pil":
         served.append("bicubic")
@@ -110,7 +110,8 @@ def read_warp(transform: Any, state: State) -> tuple[Fields, Fill]:
 def read_border(transform: Any, state: State) -> tuple[Fields, Fill]:
     """Read the fields of a ``Border``, and the fill.
 
-    The core pads uint8, so a pad after the conversion to floats is only read if it gives the same.
+    The core pads uint8. A pad after the conversion to floats is read only if padding before the
+    conversion gives the same values.
     """
     need_movable(state)
     domain = domain_of(transform, state)
@@ -150,7 +151,7 @@ def _read_fill(transform: Any, state: State, domain: str, mode: str) -> Fill | N
     values = several(fill)
     # For tensors v1 accepts one number only, as does v2 in all modes except "constant".
     is_one = mode != "constant" and len(values) > 1 and domain == "V2_DOMAIN"
-    is_number = state.is_beside or is_one or domain == "V1_DOMAIN"
+    is_number = state.is_mask or is_one or domain == "V1_DOMAIN"
     if is_number and values is fill:
         raise UnknownStepError("has a fill for each channel of tensors")
     if mode != "constant":

@@ -72,7 +72,14 @@ class Blend:
         return mixed_BChw
 
     def labels(self, labels_B: Tensor, classes: int, off: float, on: float) -> Tensor:
-        """Return float32 (B, classes): labels as ``on`` among ``off``, mixed, on their device."""
+        """Return mixed label vectors, float32 (B, classes), on the device of the labels.
+
+        Args:
+            labels_B: class numbers, int64, each in [0, classes). They are not checked here.
+            classes: number of classes.
+            off: value of all other classes in a label vector, before it is mixed.
+            on: value of the label's own class.
+        """
         if labels_B.device.type == "cpu":
             mixed = self._labels_on_cpu(labels_B.numpy(), classes, off, on)
             return torch.from_numpy(mixed)

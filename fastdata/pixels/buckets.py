@@ -151,18 +151,18 @@ class RandomCropToBucket(CropToBucket):
 
 
 def find_bucket(size: Bucket, sizes: Iterable[Bucket]) -> Bucket:
-    """Return the bucket for which the least of an image of ``size`` is cropped."""
+    """Return the bucket that crops the least of an image of ``size``, the first of equals."""
 
     def kept_share(bucket: Bucket) -> float:
         across = size[1] * bucket[0]
         down = size[0] * bucket[1]
         return min(across, down) / max(across, down)
 
-    return max(sizes, key=kept_share)  # the first of equals
+    return max(sizes, key=kept_share)
 
 
 def cover_size(size: Bucket, sizes: Iterable[Bucket]) -> Bucket:
-    """Return the size of an image after it was resized to just cover its bucket."""
+    """Return the size of an image after a resize to the smallest size that covers its bucket."""
     height, width = find_bucket(size, sizes)
     across = size[1] * height
     down = size[0] * width

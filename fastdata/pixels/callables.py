@@ -65,8 +65,8 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
 def seen_through_pair(call: Any) -> tuple[Any, ...] | None:
     """Return the transforms of albumentations that a callable calls with an image and its mask.
 
-    Behind them ``LONG_MASK`` stands for ``mask.long()``, which labels of losses need. None if the
-    callable does more.
+    ``LONG_MASK`` after them stands for ``mask.long()``: losses need class numbers of int64. Return
+    None if the callable does anything else.
     """
     function, owner = code_of_call(call)
     if not isinstance(function, FunctionType):
@@ -79,7 +79,8 @@ def seen_through_pair(call: Any) -> tuple[Any, ...] | None:
     try:
         run = _run_copy(function, names, owner, _stand_in)
         image, mask = run(_Image(image_log), _Image(mask_log))
-        # Each call must be one of both: two calls would draw for the image and the mask apart.
+        # Each call must take both: two calls would draw different random numbers for the image and
+        # for its mask.
         are_joint = all(isinstance(call, _Joint) for call in image_log)
         are_of_both = mask_log in (image_log, [*image_log, LONG_MASK])
         is_whole = image._log is image_log and image._has_all_calls
@@ -98,7 +99,7 @@ def code_of_call(call: Any) -> tuple[Callable[..., Any] | None, Any]:
     if isinstance(call, MethodType):
         return call.__func__, call.__self__
     kind: Any = type(call)
-    # Python looks up `__call__` in the class. A module's calls `forward`, after hooks.
+    # Python looks up `__call__` in the class. That of a torch module calls `forward` and hooks.
     called = kind.__call__ if callable(call) else None
     if called is torch.nn.Module.__call__:
         called = None if is_changed(call) else kind.forward
@@ -111,7 +112,7 @@ _MORE = ("_IF_", "STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_", "EXC", 
 
 @cache
 def _names_read(code: CodeType) -> frozenset[str] | None:
-    """Return the names that a function looks up; None if it does anything but calls."""
+    """Return the names that a function looks up; None if it does more than call other objects."""
     names, instructions = read_code(code)
     for instruction in instructions:
         if any(word in instruction.opname for word in _MORE):
@@ -132,7 +133,7 @@ def outside_of(call: Any) -> dict[str, Any]:
     for held in (function.__globals__, getattr(owner, "__dict__", {})):
         found |= {name: held[name] for name in names & held.keys()}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    with suppress(ValueError):  # a closure to which nothing was assigned yet
+    with suppress(ValueError):  # a variable of the closure that has no value yet
         found |= {name: cell.cell_contents for name, cell in cells}
     return found
 
@@ -140,11 +141,11 @@ def outside_of(call: Any) -> dict[str, Any]:
 def copy_on_stand_ins(call: Any, stand_in: Callable[[Any], Any]) -> Callable[..., Any]:
     """Return a copy of a callable (also of a ``partial``) that can reach only stand-ins.
 
-    ``stand_in`` makes one of each value from outside that its code reads; of a module, of the
-    values in it.
+    ``stand_in`` is called with each outside value that the code reads, and returns its stand-in.
+    For a module it is called with the values in the module that the code names.
 
     Raises:
-        TypeError: the code does more than calling, or is not Python's.
+        TypeError: the code does more than call other objects, or is not Python code.
     """
     if type(call) is partial:
         keywords = {name: stand_in(value) for name, value in call.keywords.items()}
@@ -153,7 +154,7 @@ def copy_on_stand_ins(call: Any, stand_in: Callable[[Any], Any]) -> Callable[...
     function, owner = code_of_call(call)
     names = _names_read(function.__code__) if isinstance(function, FunctionType) else None
     if not isinstance(function, FunctionType) or names is None:
-        raise TypeError(f"the code of {call!r} does more than calling")
+        raise TypeError(f"the code of {call!r} does more than call other objects")
 
     def of_any(value: Any, names: frozenset[str] = names) -> Any:
         if not isinstance(value, ModuleType):

@@ -47,7 +47,7 @@ def read_published(transform: Any, state: State) -> Step:
         raise UnknownStepError("is not a known batch op")
     kind, low, high, p = values
     need_colours(state)
-    if state.kind != "pil" or state.is_beside:
+    if state.kind != "pil" or state.is_mask:
         raise UnknownStepError("takes PIL images only")
     if not 0 <= low <= high:
         raise UnknownStepError("blurs by a radius that is not supported")

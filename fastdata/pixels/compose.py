@@ -79,8 +79,8 @@ def wrapped_parts(transform: Any) -> tuple[AlbumentationsTransform, ...]:
 def joint_transforms(transforms: Any) -> tuple[Any, ...]:
     """Return the single transforms inside a transform that takes an image and its mask.
 
-    These are the transforms of v2's nested Compose, or of albumentations' Compose, alone or in a
-    callable of the user that calls it with both. Any other callable is returned as it is.
+    These are the transforms of v2's nested Compose, or of albumentations' Compose. The latter may
+    be in a callable of the user that calls it with both. Other callables are returned unchanged.
     """
     if type(transforms) is AlbumentationsPair:
         return wrapped_parts(transforms.transform)

@@ -53,11 +53,11 @@ def read_dtype(transform: Any, state: State) -> Step | State:
     is_to_dtype = known_name(transform) == "ToDtype"
     dtype = value_for(transform.dtype, state)
     is_for_masks = isinstance(transform.dtype, dict) or not is_to_dtype
-    if state.is_beside and dtype is not None and is_for_masks:
+    if state.is_mask and dtype is not None and is_for_masks:
         if dtype not in _MASK_DTYPES or state.floats:
             raise UnknownStepError("converts masks to a dtype that is not supported")
         return _cast(state, dtype, "SCALE_NONE")
-    if dtype is None or state.is_beside:  # a dtype that is not in a dict does not apply to masks
+    if dtype is None or state.is_mask:  # a dtype that is not in a dict does not apply to masks
         return state
     if state.kind == "pil":
         if not is_to_dtype:  # ToDtype leaves PIL images unchanged; ConvertImageDtype raises
@@ -74,7 +74,7 @@ def read_dtype(transform: Any, state: State) -> Step | State:
 
 def read_long_mask(transform: Any, state: State) -> Step | State:
     """Read ``mask.long()``, which does not change images."""
-    if not state.is_beside:
+    if not state.is_mask:
         return state
     if state.kind != "plane":
         raise UnknownStepError("needs tensors; put ToTensorV2() before it")

@@ -158,8 +158,8 @@ class OpenedImages(Samples):
 
         arrays = [np.frombuffer(data, np.uint8) for data in files]
         sizes_B = np.array([data.size for data in arrays], np.int64)
-        # Pillow decodes larger images: it warns that they may be decompression bombs, or refuses
-        # them.
+        # Larger images are left to Pillow: it warns that they may be decompression bombs, or
+        # refuses them.
         most = Image.MAX_IMAGE_PIXELS or math.inf
         how: dict[str, Any] = {"upright": upright, "channels": channels, "most_pixels": most}
         opened = cls(addresses_of(arrays), sizes_B, by_pillow, **how)
@@ -209,7 +209,7 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
     from PIL.JpegImagePlugin import JpegImageFile
 
     try:
-        # Not Image.open, which would accept other formats, and apply its own limit of the size.
+        # Not Image.open, which would accept other formats, and refuse images above its own limit.
         image = JpegImageFile(io.BytesIO(data))
     except SyntaxError as problem:
         raise OSError(f"not a JPEG file ({problem})") from problem

@@ -54,8 +54,8 @@ def fingerprint(value: Any, cache_key: str | None = None, *, covers_code: bool =
     Args:
         value: a transform, a function, or any other object.
         cache_key: text that stands for parts that cannot be covered.
-        covers_code: False to cover classes and functions by their names only, so that the hash is
-            one of the data that a value holds.
+        covers_code: False to cover classes and functions by their names only. Then only the data
+            that a value holds are hashed.
 
     Raises:
         ValueError: a part cannot be covered, because only C code can read it, and there is no
@@ -129,8 +129,8 @@ class _Describer(pickle.Pickler):
 
     def __init__(self, file: Any, name: str, cache_key: str | None, *, covers_code: bool) -> None:
         super().__init__(file, protocol=4)
-        # Without a memo: it writes an object that comes twice differently from two equal objects,
-        # and their hashes must be equal.
+        # Without pickle's memo. With it, a list that holds one object twice would be written
+        # differently from a list of two equal objects; their hashes must be equal.
         self.fast = True
         self._name = name
         self._cache_key = cache_key

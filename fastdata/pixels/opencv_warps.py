@@ -1,7 +1,7 @@
 """The core's program that warps images like the installed OpenCV, found by comparing pixels.
 
-OpenCV up to 4 rounds places to 1/32 of a pixel. OpenCV 5 computes them in floats; the processor
-decides how long its vectors are, and whether their products are rounded.
+OpenCV up to 4 rounds places to 1/32 of a pixel. OpenCV 5 computes them in floats. How long its
+vectors are, and whether it rounds each product, depends on the processor.
 """
 
 from __future__ import annotations

@@ -66,10 +66,10 @@ class AlternatingFlip:
     """Mirror each image left to right in every second epoch; half of the images begin mirrored.
 
     Write it into a transform instead of ``RandomHorizontalFlip``. Two successive epochs always
-    show both sides of each image. ``RandomHorizontalFlip`` shows half of the images with the same
-    side twice (K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single
-    GPU", arXiv 2404.00498). Epochs are counted if the dataset has a ``seed``; otherwise set them
-    with ``loader.set_epoch(epoch)``.
+    show both sides of each image, while ``RandomHorizontalFlip`` shows half of the images with the
+    same side twice (K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv
+    2404.00498). Epochs are counted if the dataset has a ``seed``; otherwise set them with
+    ``loader.set_epoch(epoch)``.
 
     Outside fastdata's datasets a transform does not get index and epoch, so images are mirrored at
     random with a probability of one half.

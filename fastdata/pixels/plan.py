@@ -40,7 +40,7 @@ class TransformPlan:
         last: plan of the known transforms at the end of ``per_sample``. They run on whole batches
             if the transforms before them return PIL images.
         batch_ops: the records of the compiled core that ``batched`` was turned into.
-        kind: form of a sample after them, such as ``"pil"`` or ``"tensor"``.
+        kind: form of a sample after ``batched``, such as ``"pil"`` or ``"tensor"``.
         views: plans of several views of each sample. They share ``prepare``, and replace the other
             parts; each view may have its own transforms per sample.
         views_type: type of the collection of views that a sample becomes, list or tuple.
@@ -137,7 +137,7 @@ class TransformPlan:
             if view.obstacle:
                 unknown += f"<br><i>because {escape(view.obstacle)}</i>"
             rows.append((first, batched, unknown))
-        # Notebooks move text to the right.
+        # By default, notebooks align the text of a table to the right.
         cell = '<td style="text-align:left; vertical-align:top">{}</td>'
         cells = "".join(f"<tr>{''.join(map(cell.format, row))}</tr>" for row in rows)
         titles = ("once per image", "on whole batches", "per sample, in Python")

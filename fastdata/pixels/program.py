@@ -180,10 +180,10 @@ class Program:
         pairs: list[_Pair] = []
         every: list[_Pair] = [(self, out_BChw), *others]
         for program, out in every:
-            # The core is also needed to write channels_last memory, and to blend rows; otherwise
-            # samples without steps are copied.
-            is_laid = blending is not None or not out.flags.c_contiguous
-            if program._steps or isinstance(source, Samples) or is_laid:
+            # Samples without steps are only copied, unless rows are blended, or the memory is
+            # channels_last: the core does both.
+            needs_core = blending is not None or not out.flags.c_contiguous
+            if program._steps or isinstance(source, Samples) or needs_core:
                 pairs.append((program, out))
             elif rows_B is None:
                 source.gather_into(index_B, out)
@@ -225,9 +225,11 @@ class Program:
         return served
 
     def prepare(self, images: Samples) -> Iterator[Array]:
-        """Yield images after steps that draw nothing at random, neighbours of equal size together.
+        """Yield arrays of prepared images (N, C, h, w), in the order of ``images``.
 
-        The memory of the yielded array is used again for the next one.
+        The steps must draw nothing at random. Images that follow each other are in one array if
+        they have one size after the steps, up to a few MiB of pixels. The next array reuses the
+        memory of the array before it.
         """
         numbers_B = np.arange(len(images.shapes_B3), dtype=np.int64)
         keys = _keys_of(0, 0, numbers_B)
@@ -260,7 +262,7 @@ class Program:
         """Compute the magnitudes that the core needs for an image size, so that it can continue.
 
         Raises:
-            ValueError: it refused a sample for another reason.
+            ValueError: the core refused a sample for another reason.
         """
         step = self._every[refused.step]
         if refused.reason != "levels" or step.levels is None:
@@ -288,7 +290,7 @@ class Program:
         rows_B: Int64s | None,
         blending: Blending | None,
     ) -> None:
-        """Make samples of a store: from its memory, from its JPEG files, or as it decodes them."""
+        """Make samples of a store: from its pixels, its JPEG files, or samples that it decodes."""
         index_B = keys.indices
         indices = index_B.tolist()
         if self._stored is None:

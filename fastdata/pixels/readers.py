@@ -26,7 +26,7 @@ _MOVING = names_in(
     "RandomHorizontalFlip RandomOrder RandomPerspective RandomResize RandomResizedCrop "
     "RandomRotation RandomShortestSize RandomVerticalFlip Resize ToDtype"
 )
-"""Transforms of v2 that also change masks, with the same draws; others leave masks unchanged."""
+"""Transforms of v2 that also change masks, with the image's draws; others leave masks unchanged."""
 
 
 def recognise(transform: Any, state: State) -> State:
@@ -44,10 +44,10 @@ def recognise(transform: Any, state: State) -> State:
             read = albumentations_readers.read_wrapped
         elif transform is LONG_MASK:
             read = conversions.read_long_mask
-        elif state.is_beside and name in READERS:
-            read = _read_beside
+        elif state.is_mask and name in READERS:
+            read = _read_for_mask
         elif state.kind in ("hwc", "hw") and name in ("ToImage", "ToPILImage", "ToTensor"):
-            state = replace(state, kind="pil")  # they have the same values in the store
+            state = replace(state, kind="pil")  # in a store, arrays and PIL images are equal planes
         elif state.kind in ("array", "hwc", "hw", "plane", "mask", "video"):
             why = "gets samples of a kind that batch ops do not support"
             raise UnknownStepError(why if name else "is not a known batch op")
@@ -60,7 +60,7 @@ def recognise(transform: Any, state: State) -> State:
     return replace(after, at=state.at + 1)
 
 
-def _read_beside(transform: Any, state: State) -> Step | State:
+def _read_for_mask(transform: Any, state: State) -> Step | State:
     """Read a transform of v2 for the mask of an image."""
     name = known_name(transform)
     if not is_v2(transform):
@@ -102,7 +102,7 @@ def _inner(transforms: Iterable[Any], state: State) -> Steps:
     # All samples of a batch must have one kind, dtype and number of channels.
     before = replace(state.inner(), steps=())
     after = before
-    parts_of = joint_transforms if state.is_beside else flatten_transform
+    parts_of = joint_transforms if state.is_mask else flatten_transform
     for part in chain.from_iterable(map(parts_of, transforms)):
         try:
             after = recognise(part, after)
@@ -183,7 +183,7 @@ def moves_pixels(transform: Any) -> bool:
 
 
 def moves_masks(transform: Any) -> bool:
-    """Return True for a known transform that moves masks too, if it gets them beside an image."""
+    """Return True for a known transform that also moves the mask of an image, if it gets one."""
     if type(transform) is AlbumentationsTransform:
         return "mask" in getattr(transform.transform, "available_keys", ())
     return moves_pixels(transform)

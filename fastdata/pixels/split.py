@@ -114,7 +114,7 @@ def plan_pairs(
     """
     singles = joint_transforms(transforms)
     image = _read(singles, State(kind=form, channels=channels))
-    mask = _read(singles, State(kind=mask_form, channels=1, is_beside=True))
+    mask = _read(singles, State(kind=mask_form, channels=1, is_mask=True))
     # Image and mask share their draws, so a step that is unknown for one of them ends both.
     known, _, reason = min(image, mask, key=lambda read: read[0])
     kind = image[1].kind

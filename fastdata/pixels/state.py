@@ -34,7 +34,7 @@ class State:
         at: number of the next transform's draws.
         steps: the steps on uint8.
         floats: the conversion to floats, with or without Normalize, then erasing and noise.
-        is_beside: True for the mask of an image, which goes through the same transforms.
+        is_mask: True for the mask that belongs to an image and goes through its transforms.
     """
 
     kind: Form
@@ -42,7 +42,7 @@ class State:
     at: int = 0
     steps: Steps = ()
     floats: Steps = ()
-    is_beside: bool = False
+    is_mask: bool = False
 
     @property
     def all_steps(self) -> Steps:

@@ -32,7 +32,7 @@ def describe_transforms(
 def _text_of_known(transform: Any) -> str | None:
     """Return the class and attributes of a known transform; None if its text has an address.
 
-    Ten times faster than a hash of everything inside it.
+    This takes a tenth of the time of a hash of everything inside it.
     """
     if not known_name(transform):
         return None

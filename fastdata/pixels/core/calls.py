@@ -19,7 +19,7 @@ from fastdata.pixels.arrays import Array, Float64s, Int32s, Int64s
 from fastdata.pixels.core.library import load
 
 Levels = Mapping[tuple[int, int, int], Float64s]
-"""Magnitudes of policies, by the policy's place in the table, height and width."""
+"""Magnitudes of policies, by (place of the policy in the table, height, width)."""
 
 
 class CoreError(Exception):
@@ -134,7 +134,8 @@ def describe_output(
     if solved_BS8 is not None:
         output.solved_BS8 = solved_BS8.ctypes.data
         output.solved = solved_BS8.shape[1]
-    # The record holds only addresses, so keep the objects alive: the program may replace its table.
+    # The record holds only addresses. Keep the objects alive, because the program may replace its
+    # table during the call.
     output.kept = (table, out, solved_BS8)
     return output
 
@@ -149,7 +150,8 @@ def draw(
         keys: seed, visits and indices of the samples.
         shapes_B3: channels, height and width of each sample.
         is_probe: True to find only the shapes. A probe returns no ops and refuses no size.
-        most: number of ops that a sample is expected to have; more are found, too.
+        most: number of ops per sample for which there is room at first. If a sample has more, the
+            call is repeated with more room.
 
     Returns:
         The ops of each sample, records ``OP`` (B, S) filled up with OP_NOTHING; perspectives have
@@ -164,7 +166,7 @@ def draw(
     refusal = load().refusal()
     after_B3 = np.array(shapes_B3, np.int32, order="C")
     ops_BS = np.empty((len(after_B3), most), load().records["OP"])
-    # The call returns the largest number of ops; if there was no room for it, the call is repeated.
+    # The call returns the largest number of ops of a sample, also if there was no room for them.
     drawn = load().functions.fastdata_draw(
         table.address,
         keys.seed,
@@ -188,7 +190,7 @@ def solve_perspectives(ops_BS: Array) -> Float64s:
     """Return the coefficients (B, S, 8) of the ops that are perspectives, and 0 for all others.
 
     This is ``_get_perspective_coeffs`` of torchvision's transforms/functional.py, in one call for
-    all. Torch's solver is needed: another one has other last bits, which would change pixels.
+    all. It must be torch's solver: the last bits of another solver differ, and change pixels.
 
     Raises:
         ValueError: three corners are on one line, as they may be for small images.

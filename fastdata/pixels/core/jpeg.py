@@ -39,7 +39,9 @@ class Jpeg:
             )
 
     def decode(self, file: Bytes, out_CHW: Bytes) -> bool:
-        """Decode a file; return False if it has another shape, or its data are damaged.
+        """Decode a file; return False if the core cannot, or if the file has another shape.
+
+        After False, ``out_CHW`` may hold a part of the image.
 
         Raises:
             ValueError: ``out_CHW`` is not uint8 (C, H, W) that is C-contiguous.
