@@ -81,10 +81,11 @@ class CachedDataset(PreparedDataset):
         CacheError: ``cache_dir`` cannot be written, or its disk is full.
         MemoryBudgetError: ``storage="shared"`` does not fit. Raised before anything is allocated.
 
-    Samples are prepared when the dataset is made, or when they are first read; errors come then. A
-    pickled dataset is a handle of a few hundred bytes plus the transforms. It opens only on the
-    same machine, while the process that made it exists. ``close()`` frees the memory, and so does
-    deleting the last reference.
+    If the transform gives all samples one size, each is prepared when it is first read. Without a
+    transform all are prepared at the first read, and else when the dataset is made. You get errors
+    of samples then. A pickled dataset is a handle of a few hundred bytes plus the transforms. It
+    opens only on the same machine, while the process that made it exists. ``close()`` frees the
+    memory, and so does deleting the last reference.
 
     Example:
         >>> import torch

@@ -81,7 +81,7 @@ class PreparedDataset(Dataset[Any]):
         shard_bytes: int | str | None = None,
         **options: Any,
     ) -> Self:
-        """Make a dataset with ``cache_dir=``, and choose where the cache is written.
+        """Make a dataset with ``cache_dir=``, and choose which machines write the cache.
 
         Args:
             *arguments: arguments of the dataset.

@@ -99,8 +99,8 @@ class CudaPrefetcher:
     A batch may be any nesting of tuples, lists, dicts, namedtuples, dataclasses and
     ``SampleBatch``. Objects of other classes are moved by their own ``pin_memory()`` and
     ``to(device)``; one warning names a class that has tensors but no ``to``. Values that are not
-    tensors, and tensors that are already on a device, are not changed: the prefetcher waits for the
-    GPU work on the current stream by which the loader made them.
+    tensors are not changed. Neither are tensors that are already on a device: the loop's GPU work
+    on them begins after the work that made them.
 
     Without a GPU, and with ``device="cpu"``, batches stay where they are, and everything else is
     the same. All other attributes are the loader's: ``dataset``, ``sampler``, ``batch_size``,
@@ -123,10 +123,10 @@ class CudaPrefetcher:
         channels_last: give tensors of four dimensions this memory format, on the device, before
             ``transform``. This is also done if the loader has this ``memory_format``.
         batch_ops: where the batch ops of fastdata's loaders run: the steps of the transform that
-            run on whole batches. With ``"auto"`` they end on the device if threads read: uint8 is
-            sent and converted there, and with ``storage="device"`` also cut there. Random numbers
-            and pixels are those of the CPU (floats within 1e-6). Otherwise, and with ``"cpu"``,
-            they run before batches are sent. ``"device"``: on the device, or an error.
+            run on whole batches. ``"auto"``: if threads read, the CPU crops and augments, uint8 is
+            sent, and the device converts and normalises; with ``storage="device"`` it does all of
+            it. Else as ``"cpu"``: all run before batches are sent. ``"device"``: on the device, or
+            an error. Random numbers and pixels are those of the CPU (floats within 1e-6).
             ``report().batch_ops`` gives the choice and the reason.
 
     Raises:

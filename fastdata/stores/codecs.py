@@ -137,9 +137,10 @@ _scratch = Scratch()
 
 @dataclass(frozen=True, kw_only=True)
 class ZstdCodec(Codec):
-    """Lossless. It chooses for each sample the prediction that makes it smallest.
+    """Lossless. It may replace values by differences from neighbours before it compresses them.
 
-    Photographs of 3 x 256 x 256 become 2.1 times smaller. Pass ``codec="zstd"`` to a dataset, or
+    PNG does this, too. Each sample is encoded in the way that makes it smallest. Photographs of
+    3 x 256 x 256 become 2.1 times smaller. Pass ``codec="zstd"`` to a dataset, or
     ``codec=ZstdCodec(level=3)``.
 
     Encoded bytes, format 1: the filter (1 byte, the sum of its steps), the length of the rest
@@ -148,8 +149,8 @@ class ZstdCodec(Codec):
     wrong size is always found, a flipped bit not always; the store's checksums find that.
 
     Args:
-        level: zstd's level for samples that are not predicted from the left. Negative levels are
-            faster; 22 is the highest.
+        level: zstd's level for samples whose values are not replaced by differences from the left
+            neighbour. Negative levels are faster; 22 is the highest.
     """
 
     level: int = 1

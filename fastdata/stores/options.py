@@ -127,9 +127,10 @@ class DatasetOptions(TypedDict, total=False):
             limit batches and workers; the ``memory_limit`` of ``ChunkedLoader`` does.
         seed: seed of the random steps that run on whole batches. With a number, their random
             numbers depend only on it, the epoch (which fastdata's loaders count, and ``set_epoch``
-            sets) and the sample. ``None`` (default): torch draws a new base seed for each epoch, so
-            ``torch.manual_seed`` and ``generator=`` decide. Reads without an epoch, such as
-            ``dataset[3]`` before ``set_epoch``, use torch's generator.
+            sets), the sample, and how often it came before in the epoch. ``None`` (default): torch
+            draws a new base seed for each epoch, so ``torch.manual_seed`` and ``generator=``
+            decide. Reads without an epoch, such as ``dataset[3]`` before ``set_epoch``, use
+            torch's generator.
         batch_ops: True (default) to run known random transforms on whole batches, with random
             numbers of fastdata; False to run them per sample, exactly as written.
         return_index: True to add the index of each sample to its item: (image, label, index), or
@@ -149,8 +150,9 @@ class DatasetOptions(TypedDict, total=False):
             compared with a checksum when it is first read. Default: None, nothing is stored on
             disk.
         cache_key: text that stands for everything that fastdata cannot see: the samples of a
-            dataset that does not list its files in ``samples``, and values of steps and loaders
-            that only C code can read. Change it whenever these change. Default: None.
+            dataset that does not list its files in ``samples``, and settings inside of steps or
+            of a ``loader`` that only C code can read, such as a database handle. Change it whenever
+            these change. Default: None.
         storage_options: options for the fsspec file system of URLs (files and ``cache_dir``), such
             as credentials. They are never written into a cache, a log or a message. A pickle holds
             them only on its way to a spawned worker process or a task of ``build_cache``. Default:
