@@ -551,7 +551,7 @@ def test_the_report_says_where_a_mix_runs(gpu: Sim, images: CachedDataset) -> No
             assert batches.report().batch_ops == where
     with cached(CROP) as dataset, on_device(dataset, mixing_of(CUTMIX)) as batches:
         assert_close(batches, list(DataLoader(dataset, batch_size=4, collate_fn=mixing_of(CUTMIX))))
-        assert "uint8, which is sent as it is" in batches.report().batch_ops
+        assert "uint8, and sent unchanged" in batches.report().batch_ops
     why = "no effect: MixUp of collate_fn= mixes batches"
     with (
         cached(storage="device") as dataset,

@@ -331,8 +331,8 @@ class PerSample:
         ),
         (CROP, {"collate_fn": lambda samples: collate(samples)}, "collate_fn= is your own"),
         ([*CROP, PerSample()], {"workers": "thread"}, "the transform works per sample: "),
-        (CROP, {}, "they serve uint8, which is sent as it is"),
-        (CROP, {"num_workers": 1}, "they serve uint8, which is sent as it is"),
+        (CROP, {}, "batches are uint8, and sent unchanged"),
+        (CROP, {"num_workers": 1}, "batches are uint8, and sent unchanged"),
     ],
 )
 def test_the_report_says_why_ops_run_on_the_cpu(
@@ -383,7 +383,7 @@ def test_samples_without_batch_ops_are_sent_unchanged(gpu: Sim) -> None:
     with cached(()) as dataset:
         batches = on_device(loader_of(dataset))
         assert_same(taken(batches), list(loader_of(dataset)))
-        assert batches.report().batch_ops.endswith("uint8, which is sent as it is")
+        assert batches.report().batch_ops.endswith("uint8, and sent unchanged")
 
 
 def test_ops_are_on_the_device_while_a_lazy_store_is_filled(
@@ -553,9 +553,7 @@ def test_erasing_of_floats_runs_on_the_cpu(gpu: Sim) -> None:
     with CachedDataset([(torch.ones(SHAPE), 0)]) as dataset:
         batches = on_device(loader_of(dataset))
         list(batches)
-        assert batches.report().batch_ops == (
-            "on the CPU: they serve float32, which is sent as it is"
-        )
+        assert batches.report().batch_ops == ("on the CPU: batches are float32, and sent unchanged")
 
 
 def test_ops_that_must_be_on_the_device_and_cannot_are_an_error(

@@ -3,9 +3,9 @@
 A loader:
 
 - ``loader``: ``DataLoader``, its arguments and methods
-- ``internals``: the state that fastdata adds to a loader, and the begin of an epoch
+- ``internals``: the state that fastdata adds to a loader, and the start of an epoch
 - ``engine``: the choice between threads and processes, and of pinning, with its reasons
-- ``fallbacks``: warnings for loaders that read samples one by one
+- ``fallbacks``: warnings at the first epoch, such as of samples that are read one by one
 - ``parts``: the datasets inside ``Subset`` and ``ConcatDataset``, read as one
 - ``iterators``, ``worker_processes``: the batches of one epoch, from threads and from processes
 - ``mixing``, ``mixers``: MixUp and CutMix of a ``collate_fn``, on whole batches, and their draws
@@ -16,7 +16,7 @@ Its order:
 - ``progress``: the position in an epoch
 - ``sampler_chain``: the samplers of a loader, and their states
 - ``samplers``, ``orders``: ``RankSampler``, and the orders that it divides among ranks
-- ``buckets``: ``BucketSampler``, whose batches hold images of one size each
+- ``buckets``: ``BucketSampler``: all images of a batch have one size
 - ``bucket_sizes``: ``find_buckets``, sizes that fit the images of a dataset
 
 Data larger than memory:

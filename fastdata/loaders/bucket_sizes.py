@@ -131,6 +131,7 @@ def sized_parts(dataset: Any) -> Parts:
     if not parts.datasets:
         raise TypeError(
             f"the sizes of the samples of {kind_of(dataset)} are not known: it is not a dataset of "
-            "fastdata. Give fastdata.CachedDataset(...) of it, or an array of the shapes (N, D)."
+            "fastdata. Wrap it in fastdata.CachedDataset. (BucketSampler also takes an array of "
+            "the shapes, (N, D).)"
         )
     return parts

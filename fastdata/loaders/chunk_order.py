@@ -80,9 +80,9 @@ def _draw_chunked(
     if piece > 1:
         for row in by_rank:
             for start in range(0, len(row), chunk):
-                some = slice(start, start + chunk)
+                in_chunk = slice(start, start + chunk)
                 # Keys from `length` on: those below it were used for the pieces.
-                row[some] = sort_by_keys(row[some], seed, epoch, length)
+                row[in_chunk] = sort_by_keys(row[in_chunk], seed, epoch, length)
     # Transposed, because the RankSampler of rank r takes the places r, r + W, r + 2 W, ...
     order: Int64s = by_rank.T.ravel()
     return order

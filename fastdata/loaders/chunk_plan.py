@@ -26,7 +26,7 @@ _RESERVE_SHARE = 0.05
 """Share of the limit that stays unused, if that is more than ``_RESERVE_BYTES``."""
 
 _FIGURE_BYTES = 16 << 20
-"""Unit to which an error rounds up the need, because memory in use differs from run to run."""
+"""An error rounds the needed memory up to this unit, because memory in use differs in each run."""
 
 _BATCHES_SHARE = 0.25
 """Most of the free memory that batches may take: more batches help less than larger chunks."""
@@ -113,10 +113,10 @@ def plan_chunks(
     reserve_bytes = max(_RESERVE_BYTES, int(limit_bytes * _RESERVE_SHARE))
     free_bytes = limit_bytes - in_use_bytes - reserve_bytes
     held_bytes = CHUNKS_HELD * sample_bytes * batch_size  # for each batch of a chunk
-    most = -(-samples // batch_size)
-    batches: float = min(ENOUGH_BATCHES, most)
+    most_batches = -(-samples // batch_size)
+    batches: float = min(ENOUGH_BATCHES, most_batches)
     if chunk_samples is not None:
-        batches = min(max(chunk_samples // batch_size, 1), most)
+        batches = min(max(chunk_samples // batch_size, 1), most_batches)
     # First choose the workers that fit together with the smallest useful chunks; then let the
     # chunks take the memory that is left.
     each_bytes = 2 * batch_bytes + worker_bytes
@@ -126,7 +126,7 @@ def plan_chunks(
     batches_bytes = fixed_bytes + workers * each_bytes
     if held_bytes and chunk_samples is None:
         useful = max(most_samples // batch_size, ENOUGH_BATCHES)
-        batches = max(min((free_bytes - batches_bytes) // held_bytes, useful, most), 1)
+        batches = max(min((free_bytes - batches_bytes) // held_bytes, useful, most_batches), 1)
     size = int(batches) * batch_size if held_bytes else 0
     plan = ChunkPlan(
         limit_bytes=limit_bytes,

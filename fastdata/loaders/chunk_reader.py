@@ -26,8 +26,8 @@ _ENTRY_BYTES = 256
 """Memory for each sample of a chunk in addition to its pixels: its position, and a flag."""
 
 _NEIGHBOURS = 256
-"""Number of neighbouring samples whose mean size is taken as that of a chunk's samples. The
-largest such mean is hardly below that of any chunk."""
+"""Number of neighbouring samples over which sizes are averaged. The largest of these averages
+counts as the size of a sample: hardly any chunk has a larger one."""
 
 _LOADED_AT_ONCE = 128
 """Number of samples that are read before checking again whether the epoch has ended."""
@@ -153,7 +153,7 @@ class ChunkSampler(RankSampler):
     """A rank's samples in an order of chunks; yields the samples of a chunk once it is in memory.
 
     Args:
-        make: function of ``world_size=`` that returns an order of chunks.
+        order_of: function of ``world_size=`` that returns an order of chunks.
         begin_reading: function of an epoch's samples that begins to read their chunks; None if no
             samples are on disk.
         options: arguments of ``RankSampler``.
@@ -161,18 +161,18 @@ class ChunkSampler(RankSampler):
 
     def __init__(
         self,
-        make: Callable[..., Order],
+        order_of: Callable[..., Order],
         begin_reading: Callable[[Int64s], ChunkReader] | None,
         **options: Any,
     ) -> None:
         self.chunks: ChunkReader | None = None
-        self._make = make
+        self._order_of = order_of
         self._begin_reading = begin_reading
-        super().__init__(order=make(), **options)
+        super().__init__(order=order_of(), **options)
 
     def find_ranks(self) -> None:
         super().find_ranks()
-        self._order = self._make(world_size=self.num_replicas)
+        self._order = self._order_of(world_size=self.num_replicas)
         self.order_length = self._order.num_samples
         super().find_ranks()
 
@@ -193,7 +193,7 @@ class DiskSamples:
     Attributes:
         stores: the stores of all datasets of the loader.
         mirrors: those of the stores that fetch their samples over a network.
-        sample_bytes: memory of a sample in a chunk: the mean over the largest neighbours.
+        sample_bytes: memory of a sample in a chunk; see ``_NEIGHBOURS``.
         edges_bytes: memory of the two pages at the ends of a run of neighbours, which also hold
             other samples.
     """
@@ -212,7 +212,7 @@ class DiskSamples:
         return subset is not None and bool((np.diff(subset) != 1).any())
 
     def most_in_chunk(self, samples: int) -> int:
-        """Return the most samples of a chunk, not more than ``samples``."""
+        """Return the largest number of samples in a chunk, at most ``samples``."""
         for mirror in self.mirrors:
             # Divide the mirror's space among the chunks of all ranks, and leave the space of one
             # more: blocks also hold samples of other chunks.

@@ -48,7 +48,7 @@ _ORDER_BYTES = 64
 """Memory for each sample of the dataset while the order is drawn: its key, place, and sorting."""
 
 _SAMPLE_BYTES = 4 * 3 * 224 * 224
-"""Size that a sample of a batch is assumed to have if only running the transform would show it."""
+"""Assumed size of a sample in a batch, if only running the transform would show it."""
 
 
 class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
@@ -85,7 +85,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             pieces of a chunk come from random places of the dataset, and all of their samples are
             shuffled. The default is 32 if samples are stored on disk, else the shuffle is global.
         num_workers: maximum number of threads or processes that make batches; by default the number
-            of usable cores. There are fewer if memory is short.
+            of usable cores. There are fewer if memory is short, but at least one.
         collate_fn: as in torch; the default is ``fastdata.collate``.
         seed: seed of the order; all ranks must use the same. The random numbers of transforms
             depend on the dataset's own seed. If it has none, torch's generator gives a base seed
@@ -147,10 +147,10 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         if is_mixed:
             pieces = mix_chunks or _PIECES_PER_CHUNK
         ranks = find_rank(rank, world_size).world_size
-        make = partial(
+        order_of = partial(
             chunked, len(dataset), shuffle=shuffle, drop_last=drop_last, world_size=ranks
         )
-        samples = make().num_samples // ranks
+        samples = order_of().num_samples // ranks
         # The order is decided before memory is measured: ranks with different limits must share it.
         mixed_samples = self._mixed_samples(samples, chunk_samples)
         self.plan = self._plan(
@@ -170,11 +170,11 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
                 from_cache=self._empties_cache,
             )
         if is_mixed:
-            make = partial(
-                make, piece_samples=max(mixed_samples // pieces, 1), chunk_samples=mixed_samples
+            order_of = partial(
+                order_of, piece_samples=max(mixed_samples // pieces, 1), chunk_samples=mixed_samples
             )
         self._sampler = ChunkSampler(
-            make, begin_reading, seed=seed, rank=rank, world_size=world_size
+            order_of, begin_reading, seed=seed, rank=rank, world_size=world_size
         )
         self._loader = DataLoader(
             dataset,

@@ -127,7 +127,7 @@ class DeviceOps:
 
     Args:
         loader: the prefetcher's.
-        asked: the user's choice where batch ops run.
+        asked: the user's choice of where batch ops run.
         device: the prefetcher's device.
         pinned: collects warnings, which it gives in the user's thread.
         form: dtype and memory format of the images.
@@ -226,7 +226,7 @@ class DeviceOps:
         """Return why batch ops run on the CPU; empty if the device may complete them."""
         loader = self._loader
         if not isinstance(loader, DataLoader) or not is_own(loader):
-            obstacle = f"the loader is {kind_of(loader)}, not fastdata's DataLoader in batches"
+            obstacle = f"the loader is {kind_of(loader)}, not fastdata's DataLoader, or has its own __iter__"
         else:
             obstacle = loader._fastdata.device_obstacle(loader) or _obstacle_of(reader)
         if self._asked == "device" and obstacle:
@@ -281,7 +281,7 @@ def _conversions(reader: Reader, form: Form) -> list[ToFloats | None]:
 def _sent_as_it_is(reader: AnyReader) -> str:
     assert isinstance(reader, Reader)
     kinds = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in reader.dtypes)
-    return f"they serve {' and '.join(kinds)}, which is sent as it is"
+    return f"batches are {' and '.join(kinds)}, and sent unchanged"
 
 
 def _read(handle: ReaderHandle, batch: IndexBatch, ring: BatchRing) -> list[Any]:

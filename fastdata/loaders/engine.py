@@ -85,7 +85,7 @@ def _thread_obstacle(
         return None
     # The user's own collate_fn may need what worker_init_fn prepares.
     init = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
-    is_lightnings = getattr(init, "__name__", "") == "pl_worker_init_function"  # only seeds
+    is_lightnings = getattr(init, "__name__", "") == "pl_worker_init_function"  # it only seeds
     if init is not None and not is_lightnings:
         return "worker_init_fn is for worker processes"
     if may_draw(loader.collate_fn, from_torch=False):

@@ -1,4 +1,7 @@
-"""Warnings for loaders: samples that are read one by one, or by every rank, or without their mask."""
+"""Warnings at a loader's first epoch, each with its cure.
+
+Samples are read one by one, or by every rank; or images are moved, but not their masks.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ from fastdata.pixels.readers import moves_masks
 from fastdata.report import warn_user
 
 _WARNED: weakref.WeakSet[DatasetSamples] = weakref.WeakSet()
-"""Datasets with a warning already: the reason why they are not read in whole batches."""
+"""Datasets that were checked already: are they read in whole batches?"""
 
 _MASKED: weakref.WeakSet[DatasetSamples] = weakref.WeakSet()
-"""Datasets for which it was already asked whether masks stay behind."""
+"""Datasets that were checked already: does a transform move images, but not their masks?"""
 
 _HINTED: set[type] = set()
 """Classes of datasets for which ``CachedDataset`` was suggested already."""

@@ -1,4 +1,4 @@
-"""The state that fastdata adds to a loader, and the begin of an epoch."""
+"""The state that fastdata adds to a loader, and the start of an epoch."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class LoaderInternals:
         maker: BatchMaker,
         held: int,
     ) -> CountedIterator:
-        """Return the iterator of the chosen engine, with the persistent workers if there are."""
+        """Return an iterator of the chosen engine; persistent workers are used again."""
         # The loader drops its persistent workers until the epoch has begun. If Ctrl-C comes in
         # between, they are not used again: they might still send batches of the aborted epoch.
         idle: Any = loader._iterator

@@ -85,7 +85,7 @@ class BatchMaker:
 
     @property
     def is_whole(self) -> bool:
-        """True if batches are read whole, and nothing of the user's is called for them."""
+        """True if batches are read whole, and no code of the user is called for them."""
         if self.read is not None:
             return True
         reader = None if self.handle is None else self.handle.reader
@@ -129,8 +129,8 @@ class LoopCounts:
         batches: number of batches.
         samples: number of samples in these batches.
         wait_s: seconds that the loop waited for batches.
-        begun_at: time of the loop's first request, by ``time.perf_counter``.
-        left_at: time of the latest answer. Between these two the loop waited or was busy.
+        begun_at: when the loop first called ``next``, by ``time.perf_counter``.
+        left_at: when the latest ``next`` returned. Between these two the loop waited or was busy.
     """
 
     ring: Slots | None = None
@@ -140,11 +140,11 @@ class LoopCounts:
     begun_at: float = 0.0
     left_at: float = 0.0
 
-    def answer(self, asked_at: float) -> None:
-        """Add the time since a request, made at ``asked_at``, to the time waited."""
+    def add_wait(self, called_at: float) -> None:
+        """Add the time since ``next`` was called, at ``called_at``, to the time waited."""
         self.left_at = time.perf_counter()
-        self.wait_s += self.left_at - asked_at
-        self.begun_at = self.begun_at or asked_at
+        self.wait_s += self.left_at - called_at
+        self.begun_at = self.begun_at or called_at
 
     def times(self) -> tuple[float, float]:
         """Return the seconds that the loop waited, and the seconds that it was busy."""
@@ -209,7 +209,7 @@ class CountedIterator(torch_loader._BaseDataLoaderIter):
             raise RuntimeError(f"this iterator has no more batches: {self.ended}")
         counts = self.counts
         progress = self.progress
-        asked_at = time.perf_counter()
+        called_at = time.perf_counter()
         try:
             if self.handle is not None and self.handle.reader is None:
                 raise StoreGoneError(self.handle.reason)
@@ -228,7 +228,7 @@ class CountedIterator(torch_loader._BaseDataLoaderIter):
             # Also after an error: a batch that failed counts as returned. Otherwise a resumed epoch
             # would stop at the same batch again.
             progress.handed = progress.drawn - len(self._task_info)
-            counts.answer(asked_at)
+            counts.add_wait(called_at)
             if self.after_batch is not None:
                 self.after_batch()
 

@@ -130,14 +130,14 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
         distributed: Distributed = "off",
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
-        own = {"workers": workers, "distributed": distributed, "memory_format": memory_format}
-        for name, value in own.items():
+        added = {"workers": workers, "distributed": distributed, "memory_format": memory_format}
+        for name, value in added.items():
             check_choice(name, value, CHOICES[name])
             if not hasattr(self, name):  # a subclass may use the name for something else
                 setattr(self, name, value)
         if isinstance(pin_memory, str) and pin_memory != "auto":
             raise ValueError(f"pin_memory={pin_memory!r} is neither True, False nor 'auto'")
-        asks = prefetch_factor or persistent_workers or multiprocessing_context or timeout
+        needs_workers = prefetch_factor or persistent_workers or multiprocessing_context or timeout
         is_shared = distributed != "off" and sampler is None and batch_sampler is None
         if is_shared:
             sampler = _share(dataset, bool(shuffle), drop_last, distributed)
@@ -159,7 +159,7 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
             shuffle,
             sampler,
             batch_sampler,
-            _worker_count(num_workers, least=int(bool(asks))),
+            _worker_count(num_workers, least=int(bool(needs_workers))),
             collate_fn,
             pin_memory is True,
             drop_last,
@@ -182,7 +182,7 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
         return self._fastdata.iterate(self)
 
     def check_worker_number_rationality(self) -> None:
-        """Warn if there are more worker processes than cores, as torch does; threads may be many.
+        """Warn if there are more worker processes than cores, as torch does; not for threads.
 
         torch's constructor calls it.
         """

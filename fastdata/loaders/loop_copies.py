@@ -154,7 +154,8 @@ class LoopTransfer(ThreadTransfer):
         if self._is_by_thread:
             super()._end()
         with self._lock:
-            # It holds batches that were not taken. Its threads end with its last reference.
+            # The iterator holds batches that were not taken. Its threads end with its last
+            # reference; ``stop`` drops the other one.
             self._readers = None
             self._queue.clear()
             if self._is_by_thread:

@@ -34,10 +34,11 @@ class TorchvisionMixer:
     """Draws for ``v2.MixUp``, ``v2.CutMix``, and ``RandomChoice`` or ``RandomApply`` of them.
 
     Attributes:
-        transform: the user's.
-        classes: number of classes, of soft labels.
-        name: of the transforms, for reports.
-        label_values: of other classes and of the sample's own, before labels are mixed.
+        transform: the user's transform.
+        classes: number of classes in the soft labels.
+        name: names of the mixes, for reports.
+        label_values: the label's values before labels are mixed: for all other classes, and for the
+            class of the sample.
         takes_samples: True if the object takes a list of samples, and not stacked tensors.
     """
 
@@ -144,9 +145,9 @@ class TimmMixer:
     NumPy's global generator, which timm draws from, is replaced by one of the batch.
 
     Attributes:
-        mixup: the user's.
-        mode: of it: ``"batch"``, ``"pair"`` or ``"elem"``.
-        name: of its class, for reports.
+        mixup: the user's object.
+        mode: its mode: ``"batch"``, ``"pair"`` or ``"elem"``.
+        name: name of its class, for reports.
     """
 
     mixup: Any
@@ -181,7 +182,7 @@ class TimmMixer:
 
     @property
     def label_values(self) -> tuple[float, float]:
-        """Label values after smoothing: of other classes, and of the sample's own class."""
+        """The label's smoothed values: for all other classes, and for the class of the sample."""
         off = self.mixup.label_smoothing / self.mixup.num_classes
         return off, 1.0 - self.mixup.label_smoothing + off
 

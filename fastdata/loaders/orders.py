@@ -197,10 +197,10 @@ def _draw_balanced(classes: Int64s, replacement: bool, seed: int, epoch: int, co
     by_class = np.argsort(classes[everything], kind="stable")  # stable: keeps the shuffled order
     members = everything[by_class]  # all samples of class 0, then of class 1, and so on
     firsts = np.cumsum(counts) - counts
-    which = np.arange(count) // len(counts)
+    number_in_class = np.arange(count) // len(counts)
     if replacement:
-        which = draw_integers(keys[:count], 1, 0, counts[drawn])
-    return members.take(firsts[drawn] + which)
+        number_in_class = draw_integers(keys[:count], 1, 0, counts[drawn])
+    return members.take(firsts[drawn] + number_in_class)
 
 
 def repeated(dataset: Sized | int, repeats: int = 3, shuffle: bool = True) -> Order:
@@ -298,7 +298,7 @@ def _draw_mixed(
     parts = [np.empty(0, np.int64)]
     first = 0
     for number, (length, left) in enumerate(
-        zip(lengths, _takes(lengths, shares, count), strict=True)
+        zip(lengths, _sample_counts(lengths, shares, count), strict=True)
     ):
         again = 0
         while left > 0:  # each turn shuffles the whole dataset again
@@ -311,7 +311,7 @@ def _draw_mixed(
     return np.concatenate(parts)[_draw_shuffled(count, seed, epoch, count)]
 
 
-def _takes(lengths: list[int], shares: list[Fraction], count: int) -> list[int]:
+def _sample_counts(lengths: list[int], shares: list[Fraction], count: int) -> list[int]:
     """Divide ``count`` samples among datasets; each share is rounded down or up to whole samples.
 
     The dataset that would be read completely first is rounded up before all others, then those with
@@ -331,6 +331,7 @@ def _takes(lengths: list[int], shares: list[Fraction], count: int) -> list[int]:
 
 
 def checksum(values: npt.NDArray[Any]) -> str:
+    """Return the CRC-32 of an array, and its length, as text for an ``identity``."""
     return f"{zlib.crc32(np.ascontiguousarray(values).data):08x} of {len(values)}"
 
 

@@ -95,7 +95,7 @@ class JoinedReader:
 
     @property
     def outputs(self) -> list[Output]:
-        """Shape and dtype of each column; only without obstacle."""
+        """Shape and dtype of each column; only valid if ``obstacle`` is None."""
         return self.readers[0].outputs
 
     @property

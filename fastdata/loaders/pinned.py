@@ -59,6 +59,7 @@ class PinnedMemory:
 
     @property
     def reason(self) -> str:
+        """Why memory is pinned, or is not, for a report."""
         copies = "copies pinned" if self.copies_bytes else ""
         reasons = filter(None, (self._ring_reason, copies, self._refusal))
         return "; ".join(reasons) or "nothing pinned yet"
@@ -137,7 +138,7 @@ class PinnedMemory:
             return pin()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            self._refusal = f"not pinned: the driver refuses to ({reason})"
+            self._refusal = f"not pinned: the driver refuses to pin memory ({reason})"
             self.add_warning(
                 f"batches are copied to {self._device} from pageable memory, which takes longer: "
                 f"{self._refusal}"
@@ -160,8 +161,9 @@ class Sender:
     """Copies tensors from the host to a device, on the current stream.
 
     Attributes:
-        sent_bytes: bytes that the device read in place (from pinned memory of the loader), after
-            another copy on the host to pinned memory, and from pageable memory.
+        sent_bytes: bytes that were sent in each way: ``in_place_bytes`` from pinned memory of the
+            loader, ``staged_bytes`` after a copy to pinned memory, ``pageable_bytes`` from ordinary
+            memory.
     """
 
     def __init__(self, device: torch.device, pinned: PinnedMemory, batches: int = 1) -> None:

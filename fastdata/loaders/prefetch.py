@@ -59,8 +59,8 @@ class PrefetchReport(EpochReport):
         in_place_bytes: bytes copied to the device directly from the loader's pinned memory.
         staged_bytes: bytes copied to pinned memory first, by one more copy on the host.
         pageable_bytes: bytes copied from ordinary memory, which takes longer.
-        batch_ops: where the steps on whole batches ran, and why if on the CPU; empty if the loader
-            has none of fastdata.
+        batch_ops: where the steps on whole batches ran, and why if on the CPU; empty for a dataset
+            that is not fastdata's.
     """
 
     device: str = "cpu"
@@ -137,9 +137,10 @@ class CudaPrefetcher:
     An exception of the loader or of ``transform`` is raised instead of its batch. If a thread
     reads the loader, random numbers that the loader takes from global generators mix with those of
     the training loop in no fixed order. A loader of your own must not write again to a pinned
-    tensor that it has yielded, because the tensor is read later, when the copy runs. Pinned memory
-    goes back to torch's allocator, which keeps it for later use, when the prefetcher is deleted, at
-    the end of a ``with`` statement, or by ``close()``.
+    tensor that it has yielded, because the tensor is read later, when the copy runs.
+
+    ``close()``, the end of a ``with`` statement, or deleting the prefetcher gives its pinned memory
+    back to torch's allocator, which keeps it for later use.
 
     Example:
         >>> loader = [torch.zeros(2, 3), torch.ones(2, 3)]
@@ -160,7 +161,7 @@ class CudaPrefetcher:
         batch_ops: WhereOps = "auto",
     ) -> None:
         if depth < 1:
-            raise ValueError(f"depth={depth}: at least one batch must be on its way")
+            raise ValueError(f"depth={depth}: it must be 1 or more, so that a batch is on its way")
         check_choice("batch_ops", batch_ops, ("auto", "device", "cpu"))
         self.loader: Any = loader
         self.device = resolve_device(device)
@@ -245,7 +246,7 @@ class CudaPrefetcher:
         return begin(iterator=iterator, mark=progress.mark, mark_delivered=progress.mark_delivered)
 
     def _begin_copies(self, *, iterator: Iterator[Any], **options: Any) -> ThreadTransfer:
-        """Begin an epoch whose copies are queued by the training loop if quick, else a thread."""
+        """Begin an epoch whose copies are queued by the training loop if that is quick."""
         is_quick = isinstance(iterator, ThreadIter) and iterator.reads_whole
         # A transform may do anything, such as wait for the device.
         if is_quick and self._finish.transform is None:
@@ -272,8 +273,8 @@ class CudaPrefetcher:
 
     def report(self) -> PrefetchReport:
         """Return figures of the latest epoch: those of the loader's report, and of the copies."""
-        ask = getattr(self.loader, "report", None)
-        loaded = ask() if callable(ask) else None
+        report = getattr(self.loader, "report", None)
+        loaded = report() if callable(report) else None
         if not isinstance(loaded, EpochReport):
             loaded = EpochReport(path=f"batches of {type(self.loader).__name__}")
         values = dataclasses.asdict(loaded) | self._epoch.counts.figures()

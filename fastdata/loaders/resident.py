@@ -62,7 +62,7 @@ class StoreCut(Iterator[Any]):
     """One epoch of batches that are cut from a dataset's samples on the device.
 
     They are cut on the stream of the thread that calls ``next``; small batches together. An error
-    of the loader is raised in place of its batch.
+    of the loader is raised instead of its batch.
 
     Args:
         loader: the loader of the dataset.

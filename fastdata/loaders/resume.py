@@ -65,7 +65,7 @@ class Resume:
         self.channels_last = False
         self._seeds_once = seeds_once
         self._is_batched = is_batched
-        self._set: int | None = None  # epoch number that the user set
+        self._set_number: int | None = None  # epoch number that the user set
         self._chain = SamplerChain((), None, [()], None)  # of the latest epoch
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class Resume:
 
     def set_epoch(self, epoch: int, chain: SamplerChain) -> None:
         """Set the epoch that draws and the order of a ``RankSampler`` depend on from now on."""
-        self._set = operator.index(epoch)
+        self._set_number = operator.index(epoch)
         if chain.ranked is not None:
             chain.ranked.set_epoch(epoch)
 
@@ -98,7 +98,7 @@ class Resume:
             if state["is_begun"] and not is_taken:
                 state = None  # another epoch was set on the sampler
         progress = self._following() if state is None else Progress.resumed(state)
-        chosen = self.parts.epoch if self._set is None else self._set
+        chosen = self.parts.epoch if self._set_number is None else self._set_number
         if chosen is not None and not progress.is_begun:
             progress.epoch = chosen
         progress.waits_for_next = chain.has_set_epoch
@@ -151,8 +151,9 @@ class Resume:
 
     def _epoch_of_draws(self, progress: Progress, chain: SamplerChain) -> int:
         """Return the epoch that random draws depend on: the RankSampler's, or the loader's."""
-        # The loader's epoch is used if there is no fastdata dataset, if each epoch draws a base
-        # seed (its draws count from 0), or if the user set the epoch of a dataset.
+        # With a RankSampler whose epoch was not set, it is still the loader's epoch in two cases:
+        # each epoch draws a base seed (then the loader counts from 0), or the user set the epoch of
+        # a dataset.
         is_counted = self._is_counted and self.parts.epoch is None
         if chain.ranked is None or not self.parts.datasets:
             return progress.epoch

@@ -94,7 +94,7 @@ class LoopEpoch:
         finish: does all other work on a batch there.
         sender: copies to the device; None on the CPU.
         mark: returns the position of the loader; called by the thread that reads it.
-        mark_delivered: gets the mark of each batch that the user gets; called in the user's thread.
+        mark_delivered: called in the user's thread, with the mark of each batch that the user gets.
     """
 
     iterator: Iterator[Any]
@@ -119,7 +119,7 @@ class LoopEpoch:
             raise StopIteration
         if self.device.type == "cuda":
             _refuse_capture(self.device)
-        asked_at = time.perf_counter()
+        called_at = time.perf_counter()
         try:
             with profiled("fastdata: wait"):
                 outcome = self._next()
@@ -127,7 +127,7 @@ class LoopEpoch:
             self.stop()
             raise
         finally:
-            self.counts.answer(asked_at)
+            self.counts.add_wait(called_at)
         if self._is_stopped:  # by another thread, while this one waited
             raise StopIteration
         self.seen = outcome.mark if isinstance(outcome, Arrival) else self.mark()
@@ -269,7 +269,7 @@ def _refuse_capture(device: torch.device) -> None:
         is_capturing = torch.cuda.is_current_stream_capturing()
     if is_capturing:
         raise RuntimeError(
-            "next() of a CudaPrefetcher was called while a CUDA graph is captured, which "
-            "cannot hold the arrival of a batch. Take the batch before the capture, and copy "
-            "it to a tensor that the graph reads."
+            "next() of a CudaPrefetcher was called while a CUDA graph is captured, but a graph "
+            "cannot wait for a new batch. Take the batch before the capture, and copy it to a "
+            "tensor that the graph reads."
         )
