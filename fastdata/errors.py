@@ -8,7 +8,7 @@ loader sends only the class and the traceback as text from a worker process.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastdata.paths import hide_secrets
@@ -41,10 +41,12 @@ def kind_of(value: object) -> str:
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
-def check_choice(name: str, value: object, choices: Sequence[Any]) -> None:
-    """Raise ValueError if the value of an argument is not one of its choices."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
+def check_choices(choices: Mapping[str, Sequence[Any]], **given: object) -> None:
+    """Raise ValueError if an argument is not one of its choices."""
+    for name, value in given.items():
+        allowed = choices[name]
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
 
 
 def counted(count: int, noun: str) -> str:

@@ -168,18 +168,20 @@ class DeviceOps:
         storages = [it._fastdata.storage_plan.storage for it in self._parts.datasets]
         is_for_store = "device" in storages
         work = DeviceWork()
+        mixing = None
         why = self._obstacle(reader)
         if not why:
             assert isinstance(reader, Reader)
+            mixing = self._mixing(reader)
             if is_for_store:
-                why = _store_obstacle(reader) or self._mix_obstacle(reader)
+                why = _store_obstacle(reader, mixing)
                 if not why:
                     return self._cut(reader)
-            work = self._convert(reader)
+            work = self._convert(reader, mixing)
         if is_for_store and self._asked != "cpu":
             self._pinned.add_warning(f"storage='device' has no effect: {why}")
         if work.finish is not None:
-            mixes = " and the mix" if self._mixing(reader) else ""
+            mixes = " and the mix" if mixing else ""
             self.described = f"on {self._device}, the conversion{mixes} only{why and f': {why}'}"
         else:
             self.described = f"on the CPU: {why or _sent_as_it_is(reader)}"
@@ -197,9 +199,8 @@ class DeviceOps:
         [convert] = _conversions(reader, self._form)
         return DeviceWork(cut=partial(StoreCut, self._loader, handle, self._copies[store], convert))
 
-    def _convert(self, reader: Reader) -> DeviceWork:
+    def _convert(self, reader: Reader, mixing: Mixing | None) -> DeviceWork:
         """Send uint8, and convert it to floats on the device."""
-        mixing = self._mixing(reader)
         # Batches are mixed in the dataset's float dtype, as on the CPU, and cast afterwards.
         converts = _conversions(reader, self._form if mixing is None else AS_MADE)
         if not any(converts):
@@ -216,11 +217,6 @@ class DeviceOps:
         """Return how batches are mixed; None if they are not mixed."""
         found = served_mixing(self._loader.collate_fn, reader)
         return found if isinstance(found, Mixing) else None
-
-    def _mix_obstacle(self, reader: AnyReader) -> str:
-        """Return why batches cannot be cut on the device if they are mixed; else an empty text."""
-        mixing = self._mixing(reader)
-        return f"{mixing.mixer.name} of collate_fn= mixes batches" if mixing else ""
 
     def _obstacle(self, reader: AnyReader) -> str:
         """Return why batch ops run on the CPU; empty if the device may complete them."""
@@ -258,13 +254,14 @@ def _obstacle_of(reader: AnyReader) -> str:
     return ""
 
 
-def _store_obstacle(reader: Reader) -> str:
+def _store_obstacle(reader: Reader, mixing: Mixing | None) -> str:
     """Return why batches cannot be cut from a reader's store on a device; empty if they can."""
     if len(reader.columns) > 1:
         return "several views of an image, or image and mask, are made on the CPU"
     if reader.plan.kind in ("hwc", "hw"):
         return "images are arrays (H, W, C); end with ToTensorV2()"
-    return window_obstacle(reader.plan, _store_of(reader).spec)
+    found = window_obstacle(reader.plan, _store_of(reader).spec)
+    return found or (f"{mixing.mixer.name} of collate_fn= mixes batches" if mixing else "")
 
 
 def _store_of(reader: Reader) -> Store:

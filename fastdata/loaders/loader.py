@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from torch.utils.data import dataloader as torch_loader
 
 from fastdata.datasets.batch import Collate, collate
-from fastdata.errors import check_choice, kind_of
+from fastdata.errors import check_choices, kind_of
 from fastdata.loaders.internals import CHOICES, LoaderInternals
 from fastdata.loaders.iterators import CountedIterator
 from fastdata.loaders.parts import Parts
@@ -131,8 +131,8 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
         added = {"workers": workers, "distributed": distributed, "memory_format": memory_format}
+        check_choices(CHOICES, **added)
         for name, value in added.items():
-            check_choice(name, value, CHOICES[name])
             if not hasattr(self, name):  # a subclass may use the name for something else
                 setattr(self, name, value)
         if isinstance(pin_memory, str) and pin_memory != "auto":

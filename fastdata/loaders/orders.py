@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from fastdata.errors import check_choice
+from fastdata.errors import check_choices
 from fastdata.pixels.random_numbers import draw_integers, draw_uniform, sample_keys
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def mixed(
         >>> len(indices), int((indices < 100).sum())
         (400, 100)
     """
-    check_choice("stop", stop, ("first", "all"))
+    check_choices({"stop": ("first", "all")}, stop=stop)
     lengths = [shuffled(each).length for each in datasets]
     if weights is None:
         weights = [1.0] * len(lengths)

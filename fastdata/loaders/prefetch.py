@@ -13,14 +13,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.cuda
 
 from fastdata.datasets.buffers import BatchRing
 from fastdata.datasets.trees import map_batch
-from fastdata.errors import check_choice
+from fastdata.errors import check_choices
 from fastdata.loaders.copy_thread import ThreadTransfer
 from fastdata.loaders.device import (
     DeviceLike,
@@ -162,7 +162,7 @@ class CudaPrefetcher:
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth={depth}: it must be 1 or more, so that a batch is on its way")
-        check_choice("batch_ops", batch_ops, ("auto", "device", "cpu"))
+        check_choices({"batch_ops": get_args(WhereOps)}, batch_ops=batch_ops)
         self.loader: Any = loader
         self.device = resolve_device(device)
         self.depth = depth

@@ -151,16 +151,15 @@ class Resume:
 
     def _epoch_of_draws(self, progress: Progress, chain: SamplerChain) -> int:
         """Return the epoch that random draws depend on: the RankSampler's, or the loader's."""
-        # With a RankSampler whose epoch was not set, it is still the loader's epoch in two cases:
-        # each epoch draws a base seed (then the loader counts from 0), or the user set the epoch of
-        # a dataset.
-        is_counted = self._is_counted and self.parts.epoch is None
         if chain.ranked is None or not self.parts.datasets:
             return progress.epoch
-        if chain.ranked.is_set or is_counted:
-            epoch: int = chain.ranked.coming()["epoch"]
-            return epoch
-        return progress.epoch
+        # If no epoch was set on the sampler, it is still the loader's epoch in two cases: each
+        # epoch draws a base seed (then its number is 0), or the user set the epoch of a dataset.
+        is_counted = self._is_counted and self.parts.epoch is None
+        if not (chain.ranked.is_set or is_counted):
+            return progress.epoch
+        epoch: int = chain.ranked.coming()["epoch"]
+        return epoch
 
     def _visits(self, epoch: int, seed: int, chain: SamplerChain) -> EpochVisits | None:
         parts = self.parts

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sized
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from torch.utils.data import DistributedSampler
 
 from fastdata.datasets.visits import RepeatedIndex, count_earlier
-from fastdata.errors import check_choice
+from fastdata.errors import check_choices
 from fastdata.loaders.orders import balanced, mixed, repeated, shuffled, weighted
 from fastdata.machine.ranks import find_rank
 
@@ -118,7 +118,7 @@ class RankSampler(DistributedSampler[int]):
             raise ValueError(
                 f"num_samples={length}, but an epoch of this order has at most {order.most} samples"
             )
-        check_choice("uneven", uneven, ("pad", "drop", "keep"))
+        check_choices({"uneven": get_args(Uneven)}, uneven=uneven)
         self._order = order
         self._given = rank, world_size
         self.order_length = length

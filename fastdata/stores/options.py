@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from numbers import Integral
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
-from fastdata.errors import check_choice
+from fastdata.errors import check_choices
 from fastdata.paths import AnyPath
 from fastdata.pixels.resize import Bound
 from fastdata.sources.storage_options import StorageOptions
@@ -57,8 +57,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.storage_options is not None:  # from here on hidden from messages and pickles
             object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
-        for name, choices in _CHOICES.items():
-            check_choice(name, getattr(self, name), choices)
+        check_choices(_CHOICES, **{name: getattr(self, name) for name in _CHOICES})
         for name in ("batch_ops", "return_index"):
             value = getattr(self, name)
             if not isinstance(value, bool):
