@@ -362,7 +362,7 @@ def test_a_worker_killed_over_changed_files_is_named(tmp_path: Path) -> None:
         (folder / f"{index:03}").write_bytes(b"kill" if index == 81 else b"%04d" % -index)
     with pytest.raises(
         IngestError,
-        match=r"killed by SIGKILL while these were prepared: .*samples 64 to 127",
+        match=r"killed by SIGKILL during one of these tasks: .*samples 64 to 127",
     ):
         CachedDataset.build_cache(Files(folder), **options)
 

@@ -12,6 +12,7 @@ import signal
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,30 @@ def test_samples_left_out_here_and_there_are_not_in_a_row(tmp_path: Any) -> None
             assert len(dataset) == 12_000 - len(bad)
 
 
+def test_damaged_samples_of_one_shard_are_a_share_of_all(tmp_path: Any) -> None:
+    """The 20 damaged samples of one small shard may be left out: they are less than 1 % of all."""
+    bad = set(range(1_024, 1_044))
+    options = {"on_error": "skip", "cache_dir": tmp_path, "cache_key": "k", "shard_bytes": 512}
+    for engine in ("local", ThreadPoolExecutor(2)):
+        with pytest.warns(match="20 of 4096 samples"):
+            dataset = CachedDataset.build_cache(
+                Failing(4_096, bad), engine=engine, **options | {"cache_key": str(engine)}
+            )
+        with dataset:
+            assert len(dataset) == 4_096 - 20
+
+
+def test_too_many_left_out_samples_are_an_error_in_every_run(tmp_path: Any) -> None:
+    """A tenth of each shard is damaged: the first run makes no cache that a second one would open."""
+    bad = set(range(3, 4_096, 40))
+    options = {"on_error": "skip", "cache_dir": tmp_path, "cache_key": "k", "shard_bytes": 64}
+    for _ in range(2):
+        with pytest.raises(
+            IngestError, match=r"4\d of 4,096 samples cannot be prepared, more than"
+        ):
+            CachedDataset.build_cache(Failing(4_096, bad), **options)
+
+
 def test_samples_left_out_in_a_row_are_an_error(tmp_path: Any) -> None:
     """A hundred neighbours are an error although they are less than 1 %, in memory and on disk."""
     bad = set(range(7_000, 7_100))
@@ -234,7 +259,7 @@ def test_a_killed_worker_is_named() -> None:
 
     with pytest.raises(
         IngestError,
-        match=r"was killed by SIGKILL while these were prepared: .*range\(64, 80\).*Out of memory",
+        match=r"was killed by SIGKILL during one of these tasks: .*range\(64, 80\).*Out of memory",
     ):
         cached(dense(100), prepare=prepare)
 

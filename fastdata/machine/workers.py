@@ -89,8 +89,7 @@ def _run_in_processes(
     done = 0
     with forked(job, workers, cores, threads=1) as (pool, children):
         try:
-            seed = torch.initial_seed()
-            for answer in pool.map(attempt_job, tasks, itertools.count(seed)):
+            for answer in pool.map(attempt_job, tasks, itertools.count(torch.initial_seed())):
                 yield settle(answer)
                 done += 1
         except BrokenProcessPool:
@@ -137,7 +136,7 @@ def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
     how = f"ended with exit code {code}"
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
-    text = f"a worker process {how} while these were prepared: {'; '.join(map(str, tasks))}."
+    text = f"a worker process {how} during one of these tasks: {'; '.join(map(str, tasks))}."
     if code == -signal.SIGKILL:
         text += (
             " Out of memory is the usual reason: use fewer prepare_workers= or a smaller resize=."

@@ -83,11 +83,14 @@ def prepare_on_disk(
         ValueError: samples or targets cannot be kept in files.
     """
     assert options.cache_dir is not None
-    opened, listing, root = described
-    is_pil = getattr(preparer.source.opening, "form", None) == "pil"
+    opening, listing, root = described
     key = {
-        "source": opened,
-        "prepare": describe_transforms(preparer.prepare.steps, options.cache_key, is_pil=is_pil),
+        "source": opening,
+        "prepare": describe_transforms(
+            preparer.prepare.steps,
+            options.cache_key,
+            is_pil=getattr(preparer.source.opening, "form", None) == "pil",
+        ),
         "codec": describe_codec(options.codec, options.cache_key),
     }
     if root and not is_url(root):
@@ -95,8 +98,7 @@ def prepare_on_disk(
     # There is one cache for each folder and way to prepare it, so that the next build finds the
     # shards whose files are unchanged. ``content`` changes with any of the files.
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
-    basis = json.dumps({**key, "root": root}, sort_keys=True).encode()
-    name = f"{stem}-{short_digest(basis)}"
+    name = f"{stem}-{short_digest(json.dumps({**key, 'root': root}, sort_keys=True).encode())}"
     content = str(len(preparer.source))
     if listing is not None:
         content = listing.digest(slice(None))
@@ -286,6 +288,7 @@ class _Build:
             options=self.options,
             manifest=replace(manifest, classes=None),  # may be long, and each shard has a copy
             place=self.place,
+            count=len(self.preparer.source),
         )
         shards = writer.write_all(tasks)
         cache = Cache(place=self.place, manifest=manifest, columns=self._concatenate(shards))

@@ -76,7 +76,7 @@ class StoreFiller(NamedTuple):
         are_tables = all(writer.plan.is_table for writer in self.writers)
         for read in read_samples(self.preparer, indices):
             if isinstance(read, SampleError):
-                written.errors[read.index - self.first_index] = read.with_traceback(None)
+                written.errors[read.index] = read.with_traceback(None)
                 continue
             count = len(read.numbers)
             # Neighbours go to a table in one call, which is one write to the file. Otherwise
@@ -92,7 +92,7 @@ class StoreFiller(NamedTuple):
                         self._write_parts(row, parts)
                 except SampleError as error:
                     # The traceback would keep this frame alive, and with it the open writers.
-                    written.errors[row] = error.with_traceback(None)
+                    written.errors[read.numbers[first]] = error.with_traceback(None)
                 else:
                     written.targets.update(enumerate(targets, row))
         return written
@@ -112,14 +112,18 @@ class StoreFiller(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Targets of the samples that were written, and errors of the others, by row."""
+    """Targets of the samples that were written, by row, and errors of the others, by index."""
 
     targets: dict[int, Any]
     errors: dict[int, SampleError]
 
 
 def ingest(
-    preparer: Preparer, plans: Sequence[WriterPlan], indices: range, options: Options
+    preparer: Preparer,
+    plans: Sequence[WriterPlan],
+    indices: range,
+    options: Options,
+    count: int,
 ) -> tuple[list[Store], Written]:
     """Fill sealed stores, one for each part, with samples of a source; each is read once.
 
@@ -128,6 +132,7 @@ def ingest(
         plans: plan for the writer of each part.
         indices: indices of the samples, in the order of the stores' rows.
         options: options of the dataset.
+        count: number of all samples of the dataset. At most 1 % of them may be left out.
 
     Raises:
         SampleError: a sample cannot be prepared. It has the path and index of the sample.
@@ -155,14 +160,16 @@ def ingest(
                     error.__cause__ = error.__context__ = None
                 all_written.targets.update(targets)
                 all_written.errors.update(errors)
-                check_skipped(all_written.errors, len(indices))
+                check_skipped(all_written.errors, count)
                 bar.update(len(targets) + len(errors))
             kept = np.array(list(all_written.targets), np.int64)
             stores = [writer.finish(kept) for writer in filler.writers]
             bar.set_description(f"prepared {len(kept):,} images", refresh=False)
             total_bytes = sum(store.size_bytes for store in stores)
-            kept_in = f"{format_bytes(total_bytes)} in shared memory"
-            bar.set_postfix_str(f"{kept_in}, {sizes_of(plans[0])}", refresh=False)
+            bar.set_postfix_str(
+                f"{format_bytes(total_bytes)} in shared memory, {sizes_of(plans[0])}",
+                refresh=False,
+            )
         cleanup.pop_all()
     return stores, all_written
 
@@ -215,14 +222,14 @@ def check_skipped(errors: dict[int, SampleError], count: int) -> None:
     """Raise an IngestError if ``on_error="skip"`` would leave out too many samples.
 
     Args:
-        errors: error of each sample, by the number of the sample; the latest is last.
-        count: number of all samples.
+        errors: error of each sample that was left out, by its index; the latest is last.
+        count: number of all samples of the dataset.
     """
     latest = next(reversed(errors), 0)
     in_a_row = range(latest, latest - _SKIPPED_IN_A_ROW, -1)
     if len(errors) > max(_MOST_SKIPPED, count // 100):
         found = f"{len(errors):,} of {count:,} samples cannot be prepared, more than 1 %"
-    elif all(row in errors for row in in_a_row):
+    elif all(index in errors for index in in_a_row):
         found = f"{_SKIPPED_IN_A_ROW} samples in a row, up to {latest}, cannot be prepared"
     else:
         return

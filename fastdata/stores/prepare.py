@@ -26,7 +26,7 @@ from fastdata.machine.tables import SampleTable
 from fastdata.report import log, warn_user
 from fastdata.stores.forecast import forecast, probe_more
 from fastdata.stores.frozen import refuse_draws
-from fastdata.stores.ingest import StoreFiller, check_skipped, ingest
+from fastdata.stores.ingest import StoreFiller, ingest
 from fastdata.stores.kept import KeptSamples
 from fastdata.stores.lazy import LazyStore
 from fastdata.stores.preparer import Preparer
@@ -181,10 +181,10 @@ def _write_stores(
         stores = [LazyStore(StoreFiller.open(preparer, plans, indices))]
     else:
         stores, written = write_any_shapes(
-            lambda plans: ingest(preparer, plans, indices, options), plans
+            lambda plans: ingest(preparer, plans, indices, options, expected.count), plans
         )
         skipped = list(written.errors.values())
-        warn_of_skipped(skipped, len(indices))
+        warn_of_skipped(skipped, expected.count)
         if table is None:
             table = SampleTable(list(written.targets.values()))
         elif skipped:
@@ -204,9 +204,8 @@ def _budget(options: Options, *, is_shared: bool) -> Budget:
 
 
 def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
-    """Warn about samples that were left out; raise an IngestError if they are too many."""
+    """Warn about samples that were left out."""
     if skipped:
-        check_skipped({error.index: error for error in skipped}, count)
         warn_user(
             f"{len(skipped)} of {count} samples cannot be prepared and were left out; "
             f"dataset.skipped lists them. The first: {skipped[0]}"

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,14 @@ from fastdata.sources.remote import Place
 from fastdata.stores.cache import Cache
 from fastdata.stores.disk import shard_manifest_name
 from fastdata.stores.engines import run_elsewhere
-from fastdata.stores.ingest import Written, ingest, ingest_workers, run_preparing, sizes_of
+from fastdata.stores.ingest import (
+    Written,
+    check_skipped,
+    ingest,
+    ingest_workers,
+    run_preparing,
+    sizes_of,
+)
 from fastdata.stores.manifest import Manifest
 from fastdata.stores.options import Options
 from fastdata.stores.preparer import Preparer, read_samples
@@ -71,8 +79,7 @@ def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None
 
 def file_sizes(place: Place) -> dict[str, int]:
     """Return the sizes of the files in a place, by name."""
-    found = place.find().result()
-    return {name: size for name, (size, _) in found.items() if "/" not in name}
+    return {name: size for name, (size, _) in place.find().result().items() if "/" not in name}
 
 
 def may_stay_out(
@@ -122,6 +129,7 @@ class ShardWriter:
         options: options of the dataset.
         manifest: manifest of the cache, without classes.
         place: folder or URL of the cache.
+        count: number of all samples. The preparer may have only those of one shard.
     """
 
     preparer: Preparer
@@ -129,6 +137,7 @@ class ShardWriter:
     options: Options
     manifest: Manifest
     place: Place
+    count: int
 
     def __call__(self, task: ShardTask) -> bytes:
         """Write the files of a shard, then its manifest, and return the manifest's bytes."""
@@ -147,12 +156,11 @@ class ShardWriter:
             # Two tasks may write the same shard, for example after a node was lost. Each writes
             # files with unique names and renames them at the end. Their bytes are equal, so any
             # order is right.
-            fresh = uuid.uuid4().hex
-            new_paths = [folder / f"{fresh}.{number}" for number in range(len(self.plans))]
+            new_paths = [folder / uuid.uuid4().hex for _ in self.plans]
             plans = [
                 replace(plan, path=new) for plan, new in zip(self.plans, new_paths, strict=True)
             ]
-            stores, written = ingest(preparer, plans, task.positions, self.options)
+            stores, written = ingest(preparer, plans, task.positions, self.options, self.count)
             for store in stores:
                 cleanup.callback(store.close)
             shard = self._make_index(task, stores, written)
@@ -188,32 +196,37 @@ class ShardWriter:
 
         Raises:
             SampleError: a sample cannot be prepared. It has the path and index of the sample.
-            IngestError: a worker of this machine was lost. Finished shards stay. Other executors
-                raise their own errors.
+            IngestError: a worker of this machine was lost, or too many samples would be left out.
+                Finished shards stay. Other executors raise their own errors.
             ShapesDifferError: a sample has another shape.
             ValueError: the code that prepares samples cannot be pickled.
         """
         complete = self._complete(tasks)
         left = [task for task in tasks if task.name not in complete]
         missing = sum(len(task.positions) for task in left)
-        count = tasks[-1].positions.stop
+        first_index = {task.name: task.positions[0] for task in tasks}
+        skipped: dict[int, SampleError] = {}
         if complete:
             log.warning(
                 "preparing %d of %d samples: those of new or changed files, of damaged shards, or "
                 "those missing after a stopped build",
                 missing,
-                count,
+                self.count,
             )
         with (
             closing(self._run(left)) as written,
-            progress_bar(count, f"preparing {count:,} images") as bar,
+            progress_bar(self.count, f"preparing {self.count:,} images") as bar,
         ):
-            bar.update(count - missing)
-            for data in written:
-                shard = Cache.unpack(self.place, data)
-                complete[shard.shard_names[0]] = shard
+            new = (Cache.unpack(self.place, data) for data in written)
+            for shard in chain(list(complete.values()), new):
+                [name] = shard.shard_names
+                complete[name] = shard
+                # Checked over all shards, and before the index is written: the next run opens a
+                # cache that has an index without another check.
+                skipped |= {first_index[name] + error.index: error for error in shard.skipped}
+                check_skipped(skipped, self.count)
                 bar.update(len(shard.columns["kept"]))
-            bar.set_description(f"prepared {count:,} images", refresh=False)
+            bar.set_description(f"prepared {self.count:,} images", refresh=False)
             bar.set_postfix_str(f"on disk, {sizes_of(self.plans[0])}", refresh=False)
         return [complete[task.name] for task in tasks]
 
@@ -223,11 +236,11 @@ class ShardWriter:
         # while.
         sizes = file_sizes(self.place)
         found = [task for task in tasks if shard_manifest_name(task.name) in sizes]
-        asked = [self.place.submit(shard_manifest_name(task.name)) for task in found]
+        requests = [self.place.submit(shard_manifest_name(task.name)) for task in found]
         complete = {}
-        for task, reading in zip(found, asked, strict=True):
+        for task, request in zip(found, requests, strict=True):
             with suppress(Exception):  # damaged bytes may raise anything
-                shard = Cache.unpack(self.place, reading.result())
+                shard = Cache.unpack(self.place, request.result())
                 is_whole = all(files.items() <= sizes.items() for files in shard.files())
                 is_whole &= shard.shard_names == [task.name]
                 first = task.positions[0]
