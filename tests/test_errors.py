@@ -304,6 +304,27 @@ def test_what_may_pass_is_tried_again_by_the_next_run(
             assert (len(dataset), dataset.skipped) == (6, [])
 
 
+def test_a_mount_that_fails_while_files_are_listed_is_a_short_error(
+    image_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The traceback of a worker process has the failing path, and not all paths of its task."""
+    root = image_folder(per_class=6)
+    monkeypatch.setattr("fastdata.stores.listing._FILES_PER_TASK", 2)
+    monkeypatch.setattr("fastdata.stores.listing.usable_cores", lambda: 2)
+    look_up = os.stat
+
+    def fail(path: Any, *arguments: Any, **named: Any) -> Any:
+        if str(path).endswith("003.jpg"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return look_up(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "stat", fail)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with pytest.raises(OSError, match=r"003\.jpg") as caught:
+        ImageFolder(root, cache_dir=tmp_path)
+    assert "002.jpg" not in f"{caught.value} {caught.value.__cause__}"
+
+
 def test_a_disk_that_fails_below_a_decoder_is_no_damage(failing: FailingFile) -> None:
     """A decoder in C calls it damage, but reading the file again for its description finds the disk's error."""
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -59,19 +60,21 @@ def list_paths(
     full = os.fsencode(os.path.join(os.path.abspath(local_path(root)), "")) if root else b""
     names = [os.fsencode(path).removeprefix(prefix).removeprefix(full) for path in paths]
     if stats is None:  # in processes, because it takes seconds for 1,300,000 files
-        tasks = [paths[i : i + _FILES_PER_TASK] for i in range(0, len(paths), _FILES_PER_TASK)]
+        indices = range(len(paths))
+        tasks = [indices[first : first + _FILES_PER_TASK] for first in indices[::_FILES_PER_TASK]]
         workers = usable_cores() if len(tasks) > 4 else 0
-        with closing(run_tasks(_stat_files, tasks, workers)) as found:
+        # A task has no paths: they would be copied to its process, and be shown in its errors.
+        with closing(run_tasks(partial(_stat_files, paths), tasks, workers)) as found:
             stats = np.concatenate([np.zeros((0, 2), np.int64), *found]).T
     return Listing(names, stats)
 
 
-def _stat_files(paths: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Return the sizes and times of files, int64 (N, 2); -1 for a file that does not exist."""
-    stats = np.full((len(paths), 2), -1, np.int64)
-    for row, path in enumerate(paths):
+def _stat_files(paths: Sequence[str], indices: range) -> npt.NDArray[np.int64]:
+    """Return the sizes and times of some files, int64 (N, 2); -1 for one that does not exist."""
+    stats = np.full((len(indices), 2), -1, np.int64)
+    for row, index in enumerate(indices):
         try:
-            found = with_retries(os.stat, path)
+            found = with_retries(os.stat, paths[index])
         except (OSError, ValueError) as problem:  # no such file, or not the name of a file
             if fault_of(problem) == "machine":  # the file may exist, and its shard may be valid
                 raise
