@@ -310,6 +310,14 @@ def test_targets_come_back_as_they_were(targets: list[Any]) -> None:
         assert [type(target) for target in view] == [type(target) for target in targets]
 
 
+@pytest.mark.parametrize("dtype", ["U", object])
+def test_an_array_of_strings_is_a_list_of_them(dtype: Any) -> None:
+    """A column of names from NumPy or pandas has the targets and batches of a list of strings."""
+    with contextlib.closing(SampleTable(np.array(["cat", "dog"], dtype))) as table:
+        assert table.targets == ["cat", "dog"]
+        assert table.collated_targets(np.array([1, 0])) == ("dog", "cat")
+
+
 @pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["tensor", "array"])
 def test_array_targets_come_back_as_copies(make: Any) -> None:
     """A tensor or array target can be changed by the user without changing the table."""

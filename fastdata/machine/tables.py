@@ -12,6 +12,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -127,9 +128,7 @@ class Packed:
     def all(self) -> list[bytes]:
         """Return all strings, four times as fast as one by one."""
         blob = self.blob.tobytes()
-        ends = self.ends.tolist()
-        starts = [0, *ends[:-1]]
-        return [blob[start:end] for start, end in zip(starts, ends, strict=False)]
+        return [blob[start:end] for start, end in pairwise([0, *self.ends.tolist()])]
 
 
 class SampleTable:
@@ -180,11 +179,9 @@ class SampleTable:
             columns["path"] = paths.blob
             columns["path_ends"] = paths.ends
         if class_to_idx is not None:
-            text = json.dumps(dict(class_to_idx))
-            columns["classes"] = np.frombuffer(text.encode(), np.uint8)
+            columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
         if stat is not None:
-            rows = np.array(stat, np.int64)
-            columns["stat"] = rows.reshape(-1, 2)
+            columns["stat"] = np.array(stat, np.int64).reshape(-1, 2)
         self.columns = ArrayBlock.of(columns)
 
     def __len__(self) -> int:
@@ -217,9 +214,9 @@ class SampleTable:
     def target(self, index: int) -> Any:
         if not self._places:
             return self._value(self.target_kind, index)
-        values = {}
-        for name, kind in self._places.items():
-            values[name] = self._value(kind, index, f" of {name}")
+        values = {
+            name: self._value(kind, index, f" of {name}") for name, kind in self._places.items()
+        }
         if self.target_kind == "dict":
             return values
         return tuple(values.values())
@@ -258,9 +255,10 @@ class SampleTable:
         """Return the targets of a batch as ``default_collate`` stacks them."""
         if not self._places:
             return self._collated(self.target_kind, index_B)
-        found = {}
-        for name, kind in self._places.items():
-            found[name] = self._collated(kind, index_B, f" of {name}")
+        found = {
+            name: self._collated(kind, index_B, f" of {name}")
+            for name, kind in self._places.items()
+        }
         if self.target_kind == "dict":
             return found
         return list(found.values())
@@ -306,8 +304,7 @@ def _places_of(targets: Any) -> dict[Any, Sequence[Any]]:
     """
     types = {*map(type, targets)}
     if types == {tuple} and len({*map(len, targets)}) == 1:
-        columns = zip(*targets, strict=True)
-        return dict(enumerate(columns))
+        return dict(enumerate(zip(*targets, strict=True)))
     if types == {dict}:
         names = targets[0].keys()
         are_texts = all(isinstance(name, str) for name in names)
@@ -337,7 +334,8 @@ def target_columns(
     """
     if isinstance(targets, torch.Tensor):
         return {"targets": targets.numpy()}, "tensor"
-    if isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind in "biufc":
+    is_column = isinstance(targets, np.ndarray) and targets.ndim == 1
+    if is_column and targets.dtype.kind in "biufc" and targets.dtype.isnative:
         return {"targets": targets}, "number"
     types = {*map(type, targets)} or {int}
     only = types.pop() if len(types) == 1 else object
@@ -349,8 +347,7 @@ def target_columns(
     with contextlib.suppress(OverflowError, TypeError, RuntimeError):
         if kind == "number":
             # Python's ints become int64 on every platform, although NumPy's default may be smaller.
-            dtype = np.int64 if only is int else None
-            return {"targets": np.array(targets, dtype)}, kind
+            return {"targets": np.array(targets, np.int64 if only is int else None)}, kind
         if kind != "object":
             rows = [np.asarray(target) for target in targets]
             forms = {(row.shape, row.dtype) for row in rows}
