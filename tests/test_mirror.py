@@ -25,6 +25,7 @@ from fastdata.sources.remote import Place
 from fastdata.stores import mirror as mirror_module
 from fastdata.stores import segments as segments_module
 from fastdata.stores.find import find_cache
+from fastdata.tools.inspect import inspect_caches
 
 URL = "memory://bucket/caches"
 SHAPE = 3, 40, 60
@@ -210,6 +211,34 @@ def test_too_small_a_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(CacheError, match=problem):
             check(dataset)
         check(dataset, range(3))
+
+
+def test_a_cache_larger_than_the_folder_is_inspected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All samples of an intact cache are verified, although its segments do not fit at once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(segments_module, "_SHARE", 30 * BLOCK_BYTES)
+    [inspected] = inspect_caches(upload(tmp_path), verify=True)
+    assert "verified" in inspected.facts
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_segment_deleted_while_it_is_written_is_read_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_mapped: bool
+) -> None:
+    """Another process that makes room may delete a segment before or after it is mapped."""
+    map_file = segments_module._map_file
+
+    def map_deleted(path: Path, size_bytes: int) -> Any:
+        if is_mapped:
+            mapped = map_file(path, size_bytes)
+        path.unlink()
+        return mapped if is_mapped else map_file(path, size_bytes)
+
+    monkeypatch.setattr(segments_module, "_map_file", map_deleted)
+    with CachedDataset.from_cache(upload(tmp_path), local_cache=tmp_path / "local") as dataset:
+        check(dataset)
 
 
 def test_segments_unused_for_longest_are_deleted_first(

@@ -109,9 +109,13 @@ class SegmentFolder:
             part.unlink(missing_ok=True)
             with part.open("xb") as file:  # mode x follows no link
                 file.write(data)
-        mapped = _map_file(part, len(data))
-        part.rename(path)
-        return mapped
+        # Another process may delete the part to make room before it is mapped or renamed. Then the
+        # bytes in memory are used.
+        with contextlib.suppress(FileNotFoundError, RuntimeError):
+            mapped = _map_file(part, len(data))
+            part.rename(path)
+            return mapped
+        return np.frombuffer(data, np.uint8)
 
     def delete(self, segment: Segment) -> None:
         self._path(segment).unlink(missing_ok=True)
