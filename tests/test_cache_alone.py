@@ -348,7 +348,7 @@ def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
     build(root, transform=v1.Resize((4, 5)), codec="zstd")
     other = next(path.parent for path in cache.glob(f"*/{INDEX}") if path.parent != home)
     with pytest.raises(
-        ValueError, match="holds 2 caches; give the folder of one of them"
+        ValueError, match=r"holds 2 caches\. Give the folder of one of them"
     ) as several:
         CachedDataset.from_cache(cache)
     assert str(home) in str(several.value)

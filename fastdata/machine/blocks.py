@@ -235,8 +235,8 @@ class Block:
                 "the dataset was closed; a closed dataset cannot be sent to another process"
             )
         inode = os.fstat(self.fd).st_ino
-        found = os.getpid(), self.fd, inode, self.size_bytes, self.is_sealed
-        return self.attach, (self.path, *found)
+        handle = (self.path, os.getpid(), self.fd, inode, self.size_bytes, self.is_sealed)
+        return self.attach, handle
 
     @classmethod
     def attach(

@@ -28,10 +28,9 @@ def find_cache(path: AnyPath, storage_options: StorageChoice = None) -> Place:
     """
     places = cache_places(Place(path, storage_options))
     if len(places) > 1:
-        found = ", ".join(map(str, places))
         raise ValueError(
-            f"{path} holds {len(places)} caches; give the folder of one of them, which "
-            f"`fastdata inspect` describes: {found}"
+            f"{path} holds {len(places)} caches. Give the folder of one of them; `fastdata inspect` "
+            f"shows what each contains: {', '.join(map(str, places))}"
         )
     return places[0]
 

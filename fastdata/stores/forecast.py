@@ -39,10 +39,10 @@ class Forecast:
         # free.
         spare_bytes = limit_bytes - trial.need_bytes
         plans = []
-        for part, coder, size in zip(self.parts, trial.coders, trial.part_bytes, strict=True):
-            codec = None if coder is None else dict(coder.settings())
-            limit = max(spare_bytes + size, 1)
-            plans.append(replace(part, codec=codec, coder=coder, limit_bytes=limit))
+        for part, coder, size_bytes in zip(self.parts, trial.coders, trial.part_bytes, strict=True):
+            codec = None if coder is None else coder.settings()
+            limit_bytes = max(spare_bytes + size_bytes, 1)
+            plans.append(replace(part, codec=codec, coder=coder, limit_bytes=limit_bytes))
         return plans
 
 

@@ -56,8 +56,9 @@ def find_generators(dataset: Any, *, moves_torch: bool) -> list[FoundGenerator]:
     # Generators are compared by identity, because different ones may have the same state. A global
     # generator that a dataset holds keeps its global name.
     held = [value for value in objects if _has_state(value)]
-    named: dict[int, tuple[str, Generator]] = {}
-    named |= {id(each): (f"a {type(each).__name__} that it holds", each) for each in held}
+    named: dict[int, tuple[str, Generator]] = {
+        id(each): (f"a {type(each).__name__} that it holds", each) for each in held
+    }
     named |= {id(each): (name, each) for name, each in _GLOBAL.items()}
     return [
         FoundGenerator(name, each, moves_in_vain=key in in_vain)

@@ -86,9 +86,7 @@ def layout_of(shape: Shape, dtype: np.dtype[Any]) -> WordLayout:
         row_bytes *= axes.pop()
         if row_bytes >= _SHORTEST_ROW_BYTES:
             break
-    rows = 1
-    if axes:
-        rows = axes.pop()
+    rows = axes.pop() if axes else 1
     planes = lane * math.prod(axes)
     word_count = _round_up_to_words(row_bytes) // _WORD_BYTES
     words = planes, rows, word_count

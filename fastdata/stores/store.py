@@ -88,7 +88,6 @@ class Store:
 
     def expect(self, indices: Sequence[int]) -> None:
         """Begin to fetch the files of those samples that still have to be prepared."""
-        return
 
     def ensure(self, index_B: Array) -> None:
         """Check before a read that samples exist and have not changed since they were written.
@@ -96,7 +95,6 @@ class Store:
         Raises:
             SampleError: a sample is damaged, or cannot be prepared.
         """
-        return
 
     def __len__(self) -> int:
         return len(self._offsets)

@@ -70,16 +70,16 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     for number, coder in enumerate(coders):
         samples = [read.parts[number][0] for read in expected.probed]
         try:
-            if expected.parts[number].spec.form == "hw" and coder and coder.name == "jpeg":
+            if coder is None:
+                raise ValueError("samples are not files, or your own loader= opens them")
+            if expected.parts[number].spec.form == "hw" and coder.name == "jpeg":
                 raise ValueError(_LABELS)
             encoded = _encode(coder, samples, expected)
         except (ImportError, ValueError) as obstacle:
             return trial._replace(obstacle=str(obstacle))
         part_bytes.append(math.ceil(sum(map(len, encoded)) / count * expected.count))
-        assert coder is not None
-        out = np.empty_like(samples[0])
         # The first call is not timed, because it may import a library.
-        coder.decode(memoryview(encoded[0]), out)
+        coder.decode(memoryview(encoded[0]), np.empty_like(samples[0]))
         begun = time.perf_counter()
         for data, sample in zip(encoded, samples, strict=True):
             coder.decode(memoryview(data), np.empty_like(sample))
@@ -91,14 +91,12 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     )
 
 
-def _encode(coder: Decoder | None, samples: Sequence[Array], expected: Forecast) -> list[bytes]:
+def _encode(coder: Decoder, samples: Sequence[Array], expected: Forecast) -> list[bytes]:
     """Encode one part of the probed samples.
 
     Raises:
         ValueError: the codec cannot store such samples. The message says why.
     """
-    if coder is None:
-        raise ValueError("samples are not files, or your own loader= opens them")
     if not isinstance(coder, SourceDecoder):
         return [coder.encode(sample) for sample in samples]
     if len(expected.parts) > 1:

@@ -237,8 +237,9 @@ class Writer:
 def _array_head(shape: Shape, dtype: str) -> Bytes:
     """Return the header that ``np.save`` writes before such an array: a multiple of 64 bytes."""
     head = io.BytesIO()
-    described = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(head, described)
+    np.lib.format.write_array_header_1_0(
+        head, {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
+    )
     return np.frombuffer(head.getvalue(), np.uint8)
 
 

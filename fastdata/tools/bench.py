@@ -86,10 +86,10 @@ def _report_lines(
         rates = [f"{median(recipe[side]):,.0f}" for side in ("vanilla", "fastdata")]
         yield name, *rates, f"{recipe['ratio']:.1f}", f"{recipe['prepare_s']:.2f} s"
     yield ""
-    yield f"The recipe crop is Resize and CenterCrop to {PREPARED_PX} px, RandomCrop and flip. The"
-    yield "other recipes are RandomResizedCrop, flip, and the step in their name. torchvision reads"
-    yield f"the files; fastdata reads squares of {PREPARED_PX} px that it prepared once. Figures"
-    yield f"are medians of {_ROUNDS} rounds."
+    yield (
+        "torchvision decodes the files. fastdata reads images that it prepared once; for recipes\n"
+        f"these are squares of {PREPARED_PX} px. Figures are medians of {_ROUNDS} rounds."
+    )
     ratios = [recipe["ratio"] for recipe in recipes.values()]
     times = " to ".join(f"{ratio:.1f}" for ratio in sorted({min(ratios), max(ratios)}))
     yield (
@@ -106,9 +106,12 @@ def _measure_recipe(
     folder: str, paths: list[str], name: str, transform: Transform, options: argparse.Namespace
 ) -> Figures:
     def rate(kind: type[TorchDataLoader[Any]], dataset: Any) -> float:
-        order = shuffled(dataset)
-        workers = options.num_workers
-        loader = kind(dataset, options.batch_size, sampler=order, num_workers=workers)
+        loader = kind(
+            dataset,
+            options.batch_size,
+            sampler=shuffled(dataset),
+            num_workers=options.num_workers,
+        )
         return measure_rate(loader, seconds=_RATE_S, limit_s=4 * _RATE_S)
 
     # These transforms begin with their own resize.
@@ -148,7 +151,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipe",
         action="append",
         choices=RECIPES,
-        help="recipe to measure; may be repeated; default: all",
+        help="recipe to measure; may be repeated; default: all. crop: Resize and CenterCrop to "
+        "256 px, RandomCrop, flip. The others: RandomResizedCrop (rrc), flip, and then "
+        "TrivialAugmentWide (trivial), RandAugment (randaug), or the colours and blur of SimCLR",
     )
     add_transform(parser, "measured alone, or in addition to each --recipe")
     parser.add_argument(
