@@ -334,8 +334,12 @@ def target_columns(
     """
     if isinstance(targets, torch.Tensor):
         return {"targets": targets.numpy()}, "tensor"
-    is_column = isinstance(targets, np.ndarray) and targets.ndim == 1
-    if is_column and targets.dtype.kind in "biufc" and targets.dtype.isnative:
+    if (
+        isinstance(targets, np.ndarray)
+        and targets.ndim == 1
+        and targets.dtype.kind in "biufc"
+        and targets.dtype.isnative
+    ):
         return {"targets": targets}, "number"
     types = {*map(type, targets)} or {int}
     only = types.pop() if len(types) == 1 else object
