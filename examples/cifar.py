@@ -59,7 +59,7 @@ def train_and_validate(folder: Path, epochs: int) -> float:
 
 
 def network(classes: int) -> nn.Module:
-    """Three stages of 3x3 convolutions, about 100,000 weights."""
+    """Return a network of three stages of 3x3 convolutions, with about 100,000 weights."""
 
     def stage(inputs: int, outputs: int) -> list[nn.Module]:
         return [
@@ -76,7 +76,7 @@ def network(classes: int) -> nn.Module:
 def train_epoch(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, schedule: object
 ) -> float:
-    """One pass over the training images; returns the mean loss."""
+    """Train on all images once, and return the mean loss."""
     model.train()
     losses = []
     for images, labels in loader:
@@ -91,14 +91,14 @@ def train_epoch(
 
 @torch.inference_mode()
 def validate(model: nn.Module, loader: DataLoader) -> float:
-    """Share of validation images that are recognised."""
+    """Return the share of validation images that are recognised."""
     model.eval()
     right = [(model(images).argmax(1) == labels).float() for images, labels in loader]
     return torch.cat(right).mean().item()
 
 
 def draw_images(root: Path, per_class: int) -> None:
-    """Ten class folders: discs of a colour of their own, anywhere, in noise."""
+    """Draw ten class folders. Each class has discs of one colour, anywhere in a picture of noise."""
     rng = np.random.default_rng(0)
     colours = rng.integers(0, 256, (10, 3))
     y, x = np.mgrid[:32, :32]

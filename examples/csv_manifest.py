@@ -33,7 +33,7 @@ def main(manifest: Path) -> None:
 
 
 def make_manifest(folder: Path) -> Path:
-    """Draw images in ``folder`` and name them in a CSV."""
+    """Draw images in ``folder``, and write a CSV that lists them; return its path."""
     write_photos(folder, count=300, classes=3)
     manifest = folder / "train.csv"
     with open(manifest, "w", newline="", encoding="utf-8") as file:

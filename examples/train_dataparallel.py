@@ -24,7 +24,10 @@ from fastdata.tools.photos import write_photos
 
 
 def train_data_parallel(loader: DataLoader, devices: list[str], classes: int) -> float:
-    """Images a second with torch's DataParallel; with one device, or on the CPU, it only calls the network."""
+    """Train for two epochs, and return the images per second of the second.
+
+    With one device, or on the CPU, DataParallel only calls the network.
+    """
     network = make_network(classes).to(devices[0])
     model = DataParallel(network, devices if devices != ["cpu"] else None)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -54,7 +57,8 @@ def make_network(classes: int) -> nn.Module:
 
 
 def images_per_s(batches: CudaPrefetcher, step: Callable[[Any], int], devices: list[str]) -> float:
-    for batch in batches:  # an epoch to warm up
+    """Run an epoch to warm up, then return the images per second of another one."""
+    for batch in batches:
         step(batch)
     synchronize(devices)
     start = time.perf_counter()

@@ -27,7 +27,7 @@ from fastdata.tools.photos import write_photos
 
 
 def train(folder: str, device: torch.device, chosen: argparse.Namespace) -> None:
-    """Train, print a line per epoch, and at the end how batches were read."""
+    """Train, print a line for each epoch, and at the end a report on how batches were read."""
     is_first, file = dist.get_rank() == 0, chosen.resume
     steps = [transforms.Resize(72), transforms.CenterCrop(72), transforms.RandomCrop(64)]
     transform = transforms.Compose(
@@ -80,7 +80,7 @@ def make_network(classes: int) -> nn.Module:
 
 
 def save(file: Path, states: dict[str, Any], epoch: int) -> None:
-    """Write a checkpoint, in such a way that there is a complete one at any time."""
+    """Write a new checkpoint and rename it, so that there is a complete one at any time."""
     torch.save(
         {"epoch": epoch} | {name: each.state_dict() for name, each in states.items()}, f"{file}.new"
     )
@@ -88,7 +88,10 @@ def save(file: Path, states: dict[str, Any], epoch: int) -> None:
 
 
 def load(file: Path, states: dict[str, Any]) -> int:
-    """Load a checkpoint, on every rank: the loader's state is also that of the whole run, not of one rank."""
+    """Load a checkpoint, and return the epoch to continue with.
+
+    Every rank loads the same one, because the loader's state is that of the whole run.
+    """
     saved = torch.load(file, map_location="cpu")
     for name, each in states.items():
         each.load_state_dict(saved[name])
@@ -96,7 +99,10 @@ def load(file: Path, states: dict[str, Any]) -> int:
 
 
 def start_process_group() -> torch.device:
-    """Join the ranks that torchrun has started, or make a group of this process alone; return the rank's device."""
+    """Join the ranks that torchrun has started, or make a group of this process alone.
+
+    Return the device of this rank.
+    """
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -107,7 +113,7 @@ def start_process_group() -> torch.device:
 
 
 def draw_for_all(folder: str) -> str:
-    """Let rank 0 draw images in its folder, and return the name of that one on every rank."""
+    """Draw images in the folder of rank 0, and return the name of this folder on every rank."""
     if dist.get_rank() == 0:
         write_photos(Path(folder), count=200, classes=4, size=(96, 72))
     names = [folder]

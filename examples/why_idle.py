@@ -21,7 +21,7 @@ LAYER = torch.nn.Conv2d(3, 16, 3)
 
 
 class Photographs(data.Dataset):
-    """The dataset of most scripts: every epoch reads, decodes and resizes every file again."""
+    """A dataset as most scripts have: every epoch reads, decodes and resizes every file again."""
 
     def __init__(self, manifest: Path, transform: transforms.Compose) -> None:
         with open(manifest, newline="", encoding="utf-8") as file:
@@ -44,7 +44,7 @@ def step(batch: list[torch.Tensor]) -> None:
 
 
 def epoch(loader: data.DataLoader) -> dict[str, float]:
-    """Seconds that an epoch waits, and those that it trains."""
+    """Return the seconds of an epoch in which the loop waits, and those in which it trains."""
     begun, trained_s = time.perf_counter(), 0.0
     for batch in loader:
         got = time.perf_counter()
@@ -116,7 +116,7 @@ def draw(found: dict[str, dict[str, float]], file: Path) -> None:
 
 
 def make_manifest(folder: Path, count: int = 1000) -> Path:
-    """Draw photographs of 512x384 in ``folder`` and name them in a CSV."""
+    """Draw photographs of 512x384 in ``folder``, and write a CSV that lists them; return its path."""
     write_photos(folder, count=count)
     rows = [
         f"{path.relative_to(folder)},{path.parent.name}" for path in sorted(folder.glob("*/*.jpg"))
