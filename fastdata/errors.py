@@ -92,7 +92,7 @@ class MixedSizesError(FastDataError, RuntimeError):
 
 
 class DeviceError(FastDataError, RuntimeError):
-    """The requested device is one that torch does not see on this machine."""
+    """torch does not see the requested device on this machine."""
 
 
 class SampleError(FastDataError, OSError):
@@ -102,8 +102,8 @@ class SampleError(FastDataError, OSError):
         index: position of the sample in its dataset.
         path: file of the sample, or None where the sample has none.
         reason: the cause in words.
-        may_pass: True if the next run over the same ``cache_dir`` tries it again, as its bytes are
-            not known to be damaged.
+        may_pass: True if the next run with the same ``cache_dir`` reads the sample again, because
+            its bytes are not known to be damaged.
     """
 
     may_pass = False

@@ -90,7 +90,7 @@ def _diagnose(problem: BaseException) -> tuple[Fault, int | None]:
         packages = {kind.__module__.partition(".")[0] for kind in type(cause).__mro__}
         if packages & _NETWORK_PACKAGES:
             return _FAULTS_BY_STATUS.get(_status_of(cause), "machine"), None
-        # Python shows the same cause in a traceback.
+        # The order in which Python shows errors in a traceback.
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return "damage", None
 
@@ -119,7 +119,7 @@ def _code_of(problem: BaseException) -> int | None:
         # file name. With a file name EINVAL comes from `open`, on Windows also if a network fails.
         has_no_file = problem.filename is None or problem.strerror == NO_FILE[1]
         if code == errno.EINVAL and has_no_file:
-            return errno.EISDIR
+            return errno.EISDIR  # one of the numbers that mean damage
     elif isinstance(problem, RuntimeError):  # torch and torchvision
         if "Cannot allocate memory" in str(problem):
             return errno.ENOMEM

@@ -142,7 +142,7 @@ class CachedDataset(PreparedDataset):
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the dataset inside, such as ``classes`` or ``data``."""
         # Python, pickle and torch look up private names to find protocols. torch and fastdata look
-        # up the other names to see into wrappers, which this dataset is not.
+        # up the other three names to find wrappers, but this dataset is not a wrapper.
         inside = None
         if not name.startswith("_") and name not in ("dataset", "datasets", "indices"):
             source = self._fastdata.stored.source

@@ -91,7 +91,7 @@ class Column(NamedTuple):
         return [as_kind(self.program.as_tensor(row), kind) for row in rows]
 
     def finish(self, samples: list[Any], batch: IndexBatch, allocate: Allocate) -> Any:
-        """Run the unknown steps, then the steps after them, on the whole batch if possible.
+        """Run the unknown steps on each sample, then the last ones on the batch if possible.
 
         Returns:
             A tensor of the whole batch, or a list of samples.

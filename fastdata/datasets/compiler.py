@@ -104,7 +104,7 @@ def _takes_arrays(transforms: PairTransform) -> bool:
 def _pair_obstacle(image: Store, mask: Store, transforms: PairTransform) -> str | None:
     """Return why stored images and masks cannot run on whole batches; None if they can.
 
-    It is also None for a function of the user, of which nothing is known: that is the reason then.
+    Return None also for a function of the user: ``plan_pairs`` gives a reason for unknown steps.
     """
     if not any(map(known_name, joint_transforms(transforms))):
         return None
@@ -118,8 +118,7 @@ def _pair_obstacle(image: Store, mask: Store, transforms: PairTransform) -> str 
             f"only uint8 images with a uint8 {wanted} run on whole batches, "
             f"not {image.spec.dtype} {shapes[0]} with {mask.spec.dtype} {shapes[1]}"
         )
-    # Image and mask draw the same numbers. These have the same effect only if their sizes are
-    # equal.
+    # Image and mask use the same random numbers, which have the same effect only on equal sizes.
     differ = (image.shapes[:, -2:] != mask.shapes[:, -2:]).any(axis=1)
     if differ.any():
         return f"the mask of sample {differ.argmax()} is not as large as its image"

@@ -133,9 +133,8 @@ class PreparedDataset(Dataset[Any]):
         if wrapper is not None:
             return [wrapper[index] for index in indices]
         samples = self._fastdata
-        # A loader's threads read at the same time, in an epoch that has begun with a refresh. But a
-        # worker process has its own copy of the dataset, and the user's code may have changed it
-        # there.
+        # A loader's epoch has begun with a refresh, so its threads need none. But a worker process
+        # has its own copy of the dataset, which the user's code may have changed there.
         if not isinstance(indices, IndexBatch) or get_worker_info() is not None:
             samples.refresh()
         if samples.own_method != "__getitem__":
@@ -262,8 +261,8 @@ class PreparedDataset(Dataset[Any]):
 
         fastdata's ``DataLoader`` needs no ``set_epoch``: it counts the epochs itself, and has a
         ``set_epoch`` of its own. Call this one for other reads, such as ``dataset[3]`` or torch's
-        loader. They depend on it if the dataset has a ``seed=``; otherwise they use torch's
-        generator.
+        loader. They repeat the draws of an epoch only if the dataset has a ``seed=``; otherwise
+        each read draws a seed from torch's generator.
         """
         self._fastdata.set_epoch(epoch)
 

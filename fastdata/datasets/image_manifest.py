@@ -84,21 +84,21 @@ class ImageManifest(ImageFiles):
     ) -> None:
         chosen = read_options(ImageManifest, options)
         is_path = isinstance(manifest, str | os.PathLike)
-        beside = os.path.dirname(os.fsdecode(manifest)) if is_path else ""
+        csv_folder = os.path.dirname(os.fsdecode(manifest)) if is_path else ""
         listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
         # The first URL is enough, because most files are in one folder.
         url = next((path for path in listed.paths if ":/" in path and is_url(path)), "")
         place = None
         if url:
-            folder = next(filter(is_url, (root or "", beside)), os.path.dirname(url))
+            folder = next(filter(is_url, (root or "", csv_folder)), os.path.dirname(url))
             place = Place(folder, chosen.storage_options)
             self.root = place.url
         else:
-            self.root = Place(beside).url if root is None else os.fspath(root)
+            self.root = Place(csv_folder).url if root is None else os.fspath(root)
         list_name = None
         if is_path:
-            is_beside = Place(beside).url == Place(self.root).url
-            list_name = os.path.basename(manifest) if is_beside else Place(manifest).url
+            is_in_root = Place(csv_folder).url == Place(self.root).url
+            list_name = os.path.basename(manifest) if is_in_root else Place(manifest).url
         origin = FileOrigin(
             loader=loader or load_image, root=self.root, place=place, list_name=list_name
         )

@@ -238,6 +238,7 @@ class Reading:
 
     @cached_property
     def can_write_channels_last(self) -> bool:
+        """True if the core can write all columns in ``torch.channels_last``."""
         pairs = zip(self.programs, self.alike, strict=False)
         return all(program.can_write_channels_last(shape) for program, (shape, _) in pairs)
 

@@ -31,7 +31,7 @@ STATE_BYTES = ALIGN_BYTES
 """The state has its own cache line, because two processes write it."""
 _PAGE_BYTES = 4096
 _MOST_STORAGE = 4
-"""A tensor is sent with its whole storage if that has at most this many times its own bytes."""
+"""A tensor is sent with its whole storage if this has at most so many times the tensor's bytes."""
 
 
 class SlotAddress(NamedTuple):

@@ -6,7 +6,7 @@ folders.py          class folders, listed as torchvision lists them
 manifest.py         the CSV parser; paths and labels from a CSV file, a frame or a list
 items.py            items of any map-style dataset
 tars.py             WebDataset's tars
-remote.py           a folder here or behind a URL; the only door to fsspec
+remote.py           a folder here or behind a URL; only this module imports fsspec
 remote_errors.py    errors of remote file systems, without secrets
 identity.py         texts that identify datasets, by which caches are found
 requests.py         samples that are requested before they are read

@@ -101,8 +101,10 @@ class FileSource:
         return place.submit(name, size_bytes=None if size < 0 else size)
 
     def columns_of(self, indices: Indices) -> dict[str, Any]:
-        """Return the fields, reduced to dicts of these samples by index, for another process."""
-        # A task of a cluster gets the rows of its own samples instead of the whole lists.
+        """Return fields for a source in another process, which reads only these samples.
+
+        Each list becomes a dict from the index of a sample to its value.
+        """
         columns = {"paths": self.paths, "targets": self.targets, "stat": self.stat}
         return {
             name: {index: column[index] for index in indices}

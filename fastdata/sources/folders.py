@@ -74,7 +74,7 @@ def scan_folder(
 
 
 def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator[list[str]]:
-    """List folders one by one, and the rest in threads once listing has waited more than worked."""
+    """List folders one by one; once listing has waited longer than worked, the rest in threads."""
     if isinstance(root, Place):
         for coming in [root.find(name) for name in names]:  # all folders at once
             found = {root.at(name): stat for name, stat in coming.result().items()}

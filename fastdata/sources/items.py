@@ -178,9 +178,10 @@ def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
 
 
 def _sample_place(item: Sequence[Any]) -> int:
-    """Return the place of the sample in a tuple: 0, or that of the only image, as in (label, image).
+    """Return the place of the sample in a tuple: 0, or that of the only image.
 
-    A tuple that begins with a tensor, an array or a nested tuple keeps its first value as sample.
+    It is 1 for (label, image). In a tuple that begins with a tensor, an array or a nested tuple,
+    the first value is the sample.
     """
     images = [place for place, value in enumerate(item) if is_image(value)]
     if len(images) != 1 or isinstance(item[0], torch.Tensor | np.ndarray | tuple | list):

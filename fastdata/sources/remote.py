@@ -141,7 +141,8 @@ class Place:
         """
         wanted_bytes = size_bytes if stop is None else stop - start
         # One byte more than expected is requested, to notice a file that has grown. Without an end,
-        # s3fs would request the size of the file first. Without a start, it takes twice the CPU.
+        # s3fs would request the size of the file first. Without a start, s3fs takes twice the CPU
+        # time.
         end = size_bytes + 1 if size_bytes else stop
 
         def check(data: bytes) -> bytes:
