@@ -415,11 +415,13 @@ def test_columns_that_are_not_there_are_errors() -> None:
         CachedDataset(items, columns={"sample": "image", "target": "target"})
     with pytest.raises(OSError, match=r"item 0 of list is a tuple of length 2, but columns= needs"):
         CachedDataset([(torch.zeros(3, 2, 2), 0)], columns={"sample": "image", "target": "label"})
-    for columns in ({"image": "label"}, {"sample": "image"}, {"sample": 1, "target": "label"}):
+    wrong: list[Any] = [{"image": "label"}, {"sample": "image"}, {"sample": 1, "target": "label"}]
+    wrong += ["image", ["image", "label"], {"sample": "image", "target": 1}]
+    for columns in wrong:
         with pytest.raises(
             ValueError, match=r"does not name sample and target. Give a name for each"
         ):
-            CachedDataset(items, columns=columns)  # type: ignore[arg-type]
+            CachedDataset(items, columns=columns)
 
 
 def test_images_that_are_left_as_bytes_are_opened(tmp_path: Path) -> None:

@@ -115,10 +115,11 @@ def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
         ValueError: ``columns`` has other keys than ``sample`` and ``target``, or no names as
         values.
     """
-    target: Any = columns.get("target") or ()
-    names = [columns.get("sample"), *([target] if isinstance(target, str) else target)]
+    given = columns if isinstance(columns, Mapping) else {}
+    target = given.get("target")
+    names = [given.get("sample"), *(target if isinstance(target, (list, tuple)) else [target])]
     are_texts = all(isinstance(name, str) for name in names)
-    if len(columns) != 2 or len(names) < 2 or not are_texts:
+    if len(given) != 2 or len(names) < 2 or not are_texts:
         raise ValueError(
             f"columns={columns!r} does not name sample and target. Give a name for each, or a list "
             "of names for the target: columns={'sample': 'image', 'target': 'label'}."
