@@ -334,6 +334,18 @@ def test_masks_of_several_sizes_are_named_like_images(storage: Any, form: str) -
         list(DataLoader(dataset, batch_size=2))
 
 
+def test_images_of_several_modes_get_their_own_cure() -> None:
+    """If a batch has grey and RGB images, the error advises to convert them, not to resize them."""
+    pairs = [(photo(mode, (6, 5)), 0) for mode in ("RGB", "L")]
+    with (
+        CachedDataset(pairs, transform=v1.ToTensor()) as dataset,
+        pytest.raises(
+            MixedSizesError, match=r"\(1, 5, 6\)\. Give all images the same number of ch"
+        ),
+    ):
+        list(DataLoader(dataset, batch_size=2))
+
+
 def test_samples_of_any_dataset_are_named_by_their_place() -> None:
     """Errors name samples of other datasets, also in worker processes; other errors are torch's."""
     for workers in (0, 1):

@@ -61,9 +61,15 @@ def _shapes_in(sample: Any) -> list[Sequence[int]]:
 def _error_of(one: tuple[str, Sequence[int]], other: tuple[str, Sequence[int]]) -> MixedSizesError:
     """Return the error for two samples, each given by its name and its shape."""
     named = [f"{name} is {tuple(shape)}" for name, shape in (one, other)]
-    return MixedSizesError(
-        f"{_UNEQUAL}, but {' and '.join(named)}. Give all images (and masks) the same size in the "
-        "transform, such as by Resize((height, width)) or RandomResizedCrop; or put images of one "
-        "size into each batch with fastdata.loaders.buckets.BucketSampler; or pad them in "
-        "collate_fn=."
+    cure = (
+        "Give all images (and masks) the same size in the transform, such as by Resize((height, "
+        "width)) or RandomResizedCrop; or put images of one size into each batch with "
+        "fastdata.loaders.buckets.BucketSampler; or pad them in collate_fn="
     )
+    # The first number of (C, H, W): 1 for grey, 3 for RGB and 4 for RGBA images.
+    if {*one[1][:1], *other[1][:1]} in ({1, 3}, {1, 4}, {3, 4}):
+        cure = (
+            "Give all images the same number of channels: by .convert('RGB') in the dataset or its "
+            "loader=, or by Grayscale(3) as the first step of the transform"
+        )
+    return MixedSizesError(f"{_UNEQUAL}, but {' and '.join(named)}. {cure}.")
