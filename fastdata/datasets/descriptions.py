@@ -36,11 +36,9 @@ def text_of(dataset: PreparedDataset) -> str:
 def html_of(dataset: PreparedDataset) -> str:
     """Return a dataset's size, storage and plan as HTML."""
     name, *lines = repr(dataset).splitlines()
-    shown = []
-    for line in lines:
-        text = line.strip()
-        # The transform is in the plan's table.
-        if text.startswith(("Number", "Storage", "Root")):
-            shown.append(escape(text))
-    rows = "<br>".join(shown)
+    # The transform is in the plan's table.
+    texts = [
+        text for text in map(str.strip, lines) if text.startswith(("Number", "Storage", "Root"))
+    ]
+    rows = "<br>".join(map(escape, texts))
     return f"<b>{escape(name)}</b><br>{rows}{dataset.plan._repr_html_()}"

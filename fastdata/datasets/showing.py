@@ -147,11 +147,8 @@ def _soft_label(shares: torch.Tensor, classes: Sequence[str]) -> str:
     if len(shares) < 2:
         return str(shares.tolist())
     largest, numbers = shares.topk(2)
-    texts = []
-    for share, number in zip(largest.tolist(), numbers.tolist(), strict=True):
-        if share > 0:
-            name = _name(number, classes)
-            texts.append(f"{name} {share:.2f}")
+    pairs = zip(largest.tolist(), numbers.tolist(), strict=True)
+    texts = [f"{_name(number, classes)} {share:.2f}" for share, number in pairs if share > 0]
     return ", ".join(texts)
 
 

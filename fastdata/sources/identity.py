@@ -26,8 +26,7 @@ def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
     listed: list[Any] = [cache_key]
     for subset in subsets:
         listed += [type(subset), list(subset.indices)]
-    for name in (*_LISTS, *_CHANGES):
-        listed.append(getattr(inner, name, None))
+    listed += [getattr(inner, name, None) for name in (*_LISTS, *_CHANGES)]
     return f"{kind} {fingerprint(listed, cache_key)}"
 
 
