@@ -108,14 +108,14 @@ def field_names(kind: Any) -> tuple[str, ...] | None:
     return getattr(kind, "_fields", None)
 
 
-def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
+def chosen_keys(columns: object) -> ItemKeys:
     """Return the keys that ``columns=`` names as sample and target.
 
     Raises:
         ValueError: ``columns`` has other keys than ``sample`` and ``target``, or no names as
         values.
     """
-    given = columns if isinstance(columns, Mapping) else {}
+    given: Mapping[str, Any] = columns if isinstance(columns, Mapping) else {}
     target = given.get("target")
     names = [given.get("sample"), *(target if isinstance(target, (list, tuple)) else [target])]
     are_texts = all(isinstance(name, str) for name in names)
