@@ -102,6 +102,15 @@ def test_the_transform_of_a_dataset_runs_on_whole_batches(kind: Any, transform: 
             assert ours[1] == theirs[1] + 10
 
 
+@pytest.mark.parametrize("kind", [Pictures, Joint], ids=lambda kind: kind.__name__)
+def test_a_transform_that_was_replaced_has_the_effect_that_it_has_in_the_dataset(kind: Any) -> None:
+    """A dataset that calls ``transforms``, where torchvision keeps the first transform, goes on to use it."""
+    inner = kind(transform=KNOWN)
+    inner.transform = T.Compose([T.CenterCrop(10), *LAST])
+    with CachedDataset(inner) as dataset:
+        assert dataset[3][0].shape == inner[3][0].shape
+
+
 def test_the_transform_of_a_dataset_in_a_subset_runs_on_whole_batches() -> None:
     part, _ = random_split(Pictures(transform=RANDOM), [5, 15])
     with CachedDataset(part) as dataset:

@@ -127,7 +127,9 @@ class _StandIn(PassThrough):
 def _with_transform(dataset: Any, name: str, transform: Any) -> Any:
     """Return a copy of a dataset with another transform."""
     both = vars(dataset).get("transforms")
-    if name == "transforms" or both is None:
+    # If ``transform`` was assigned later, ``transforms`` still has the first one, which datasets
+    # that call ``transforms`` go on to use.
+    if name == "transforms" or both is None or both.transform is not vars(dataset)[name]:
         return _changed(dataset, **{name: transform})
     # torchvision's datasets call one of the two. The class is torchvision's StandardTransform.
     pair = type(both)(transform, both.target_transform)
