@@ -365,6 +365,14 @@ def test_return_index_adds_the_index() -> None:
         assert dataset[1][1] == 1
 
 
+def test_an_index_that_items_have_already_is_not_overwritten() -> None:
+    with CachedDataset(Masks(index=70), return_index=True) as dataset:
+        with pytest.raises(ValueError, match=r"return_index=True adds .* Rename it"):
+            dataset[0]
+        with pytest.raises(ValueError, match=r"return_index=True adds .* Rename it"):
+            next(iter(DataLoader(dataset, batch_size=2)))
+
+
 def test_return_index_adds_the_index_of_samples_that_are_read_one_by_one() -> None:
     with CachedDataset(Pictures(), transform=lambda image: image, return_index=True) as dataset:
         assert dataset[6][2] == 6

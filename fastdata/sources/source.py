@@ -94,8 +94,18 @@ class ItemKeys:
 
 
 def with_index(item: Any, index: Any, kind: Callable[[Any], Any] = tuple) -> Any:
-    """Return an item with its index after its values, or a batch with the indices of its items."""
+    """Return an item with its index after its values, or a batch with the indices of its items.
+
+    Raises:
+        ValueError: the item is a dict that has an ``index`` of its own.
+    """
     if isinstance(item, dict):
+        if "index" in item:
+            raise ValueError(
+                "return_index=True adds the index of each sample as 'index', but the items of this "
+                "dataset have a value of this name. Rename it in the dataset, or leave out "
+                "return_index=."
+            )
         return {**item, "index": index}
     values = item if isinstance(item, (tuple, list)) else (item,)  # an image alone
     return kind((*values, index))
