@@ -1,4 +1,4 @@
-"""`fastdata bench`: the images it draws, what it measures, its command line."""
+"""``fastdata bench``: the images that it draws, its measurements, and its command line."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_bench_needs_torchvision(
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
 def test_recipes_run_on_whole_batches(recipe: str, dtype: str) -> None:
-    """Fastdata knows each step of each recipe."""
+    """Every step of each recipe runs on whole batches."""
     assert plan_transform(make_recipe(recipe, dtype)).is_batched
 
 

@@ -1,4 +1,4 @@
-"""``fastdata tune`` and ``diagnose``, help, and files that are asked for."""
+"""``fastdata tune`` and ``diagnose``, the help of all commands, and the files that options name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_transform_of_ones_own_is_tuned(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Decoding is measured where nothing is kept."""
+    """Without storage, decoding is part of the measurement."""
     monkeypatch.chdir(tmp_path)
     Path("tune_steps.py").write_text(
         "from torchvision import transforms\n"
@@ -90,7 +90,7 @@ def test_errors_of_the_user_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Status 2 and what to do, before anything is measured."""
+    """The status is 2, and the line says what to do, before anything is measured."""
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     said = capsys.readouterr().err

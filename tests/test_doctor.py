@@ -1,4 +1,4 @@
-"""``fastdata doctor``: what is a problem, what is advised, and what the command makes of this very machine."""
+"""``fastdata doctor``: its problems and advice on simulated machines, and its report on this one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def examined(name: str) -> Check:
 
 
 def test_each_side_of_the_machine_has_its_line() -> None:
-    """None of them is empty, and a machine as it should be has no advice."""
+    """No check is empty, and a machine without faults gets no advice."""
     names = ["cores", "torch threads", "memory", "/dev/shm", "shared memory", "versions"]
     names += ["compiled core", "JPEG", "torchvision", "torch"]
     checks = examine_machine()
@@ -85,7 +85,7 @@ def test_what_is_missing_comes_with_advice(
     assert bool(check.problem or check.advice) == bool(advice)
 
 
-def test_what_cannot_be_made_or_loaded_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_made_or_loaded_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused memfd and a torchvision for another torch are reported with the error that they raised."""
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -148,7 +148,7 @@ def test_a_gpu_that_torch_does_not_see(
 @pytest.mark.parametrize(
     ("near", "advice"), [(1, ""), (0, "start the job with numactl --cpunodebind=1: ")]
 )
-def test_a_far_gpu_is_told(
+def test_a_far_gpu_is_reported(
     near: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If no usable core is at the node of a GPU, the advice is to start the job at that node."""

@@ -89,10 +89,13 @@ def anonymous(index: int) -> Any:
         (Items(lambda i: flipped(i, random.random() < 0.5)), "item|Python's random generator"),
         (Items(lambda i: flipped(i, np.random.rand() < 0.5)), "item|NumPy's global generator"),
         (Items(lambda i: flipped(i, torch.rand(()) < 0.5)), "item|torch's generator"),
-        (Items(lambda i: flipped(i, SHARED.random() < 2)), "moves a Generator that it holds"),
-        (holding(random.Random(0)), "moves a Random that it holds"),
-        (holding(np.random.RandomState(0)), "moves a RandomState that it holds"),
-        (holding(np.random.default_rng(0)), "moves a Generator that it holds"),
+        (
+            Items(lambda i: flipped(i, SHARED.random() < 2)),
+            "takes numbers from a Generator that it holds",
+        ),
+        (holding(random.Random(0)), "takes numbers from a Random that it holds"),
+        (holding(np.random.RandomState(0)), "takes numbers from a RandomState that it holds"),
+        (holding(np.random.default_rng(0)), "takes numbers from a Generator that it holds"),
         (Items(anonymous), "item . has another sample each time"),
         (
             Items(lambda i: (PIXELS[i], random.SystemRandom().random())),
@@ -113,7 +116,7 @@ def anonymous(index: int) -> Any:
     ],
 )
 def test_a_dataset_that_draws_is_refused(dataset: Items, found: str) -> None:
-    """It is refused if items differ or a reachable generator moves; all generators are restored."""
+    """It is refused if items differ or numbers are taken from a generator; all generators are restored."""
     before = states()
     with pytest.raises(ValueError, match=rf"^Items draws .*({found}).* transform= .* frozen=True"):
         CachedDataset(dataset)
@@ -158,13 +161,13 @@ def test_transforms_that_are_always_applied_are_no_draws(is_old: bool) -> None:
     give(Applied(1.0))
     give(shared(1.0))
     for drawing in (Applied(0.01), shared(0.01), shared(1.0, outer=0.01)):
-        with pytest.raises(ValueError, match="reading its items moves"):
+        with pytest.raises(ValueError, match="reading its items takes numbers from"):
             give(drawing)
 
 
 @pytest.mark.parametrize("make", [weakref.ref, lambda node: node], ids=["weak", "strong"])
 def test_targets_may_refer_to_themselves(make: Callable[[Any], Any]) -> None:
-    """Such targets are no draws, and a generator that moves is found although they cannot be compared."""
+    """Such targets are no draws. A dataset that takes numbers is found although its targets cannot be compared."""
     CachedDataset(Items(lambda index: (PIXELS[index], Node(make))), prepare_workers=1).close()
     with pytest.raises(ValueError, match="Python's random generator"):
         CachedDataset(Items(lambda index: (PIXELS[index], (Node(make), random.random())[0])))
@@ -259,7 +262,7 @@ def seeded(seed: Callable[[int], Any], draw: Callable[[], Any]) -> Items:
     ],
 )
 def test_a_dataset_that_seeds_by_the_index_is_kept(dataset: Items) -> None:
-    """It moves a global generator, but the index alone determines the result, so nothing is random."""
+    """It seeds a global generator and takes numbers, but only the index decides which, so nothing is random."""
     with CachedDataset(dataset, prepare_workers=2) as kept:
         assert list(kept.targets) == [dataset[index][1] for index in range(len(dataset))]
 

@@ -1,4 +1,4 @@
-"""``fastdata.tune``: the search and the probes it is made of."""
+"""``fastdata.tune``: its search, and the probes that the search is made of."""
 
 from __future__ import annotations
 
@@ -249,9 +249,9 @@ def quick(dataset: Any, **options: Any) -> Any:
 
 
 def test_workers_are_found_for_samples_that_wait() -> None:
-    """Eight workers are chosen where each sample waits for 100 ms, and the loader takes the result as it is.
+    """Eight workers are chosen if each sample waits for 100 ms, and a loader accepts the result unchanged.
 
-    Shorter waits come near to what eight processes take to begin and end one on a loaded machine.
+    On a loaded machine, shorter waits would hardly differ from the time to start and end eight processes.
     """
     samples = Samples(seconds=0.1)
     result = quick(samples, parameters={"num_workers": (0, 8)})
@@ -267,7 +267,7 @@ def test_workers_are_found_for_samples_that_wait() -> None:
 
 
 def test_threads_are_found_for_samples_that_wait() -> None:
-    """More threads than cores read samples one by one where the engine is threads."""
+    """With the engine ``thread``, more threads than cores are used for samples that wait."""
     many = len(os.sched_getaffinity(0)) + 6
     loader = DataLoader(Samples(seconds=0.001), 4, num_workers=many, workers="thread")
     assert f"read by {many} threads" in loader.report().path
@@ -290,7 +290,7 @@ def test_tuning_leaves_the_users_process_alone() -> None:
 
 
 def test_batches_that_do_not_fit_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A challenger beyond what is free is listed with what it would take; the rest is tuned."""
+    """Settings that need more than the free memory are listed with their need, and not measured."""
     budget = Budget(20 << 20, 0, "system memory")
     monkeypatch.setattr("fastdata.tools.judge.budget_bytes", lambda _: budget)
     samples = Samples(count=1024, side=256)  # 256 KiB each
@@ -302,12 +302,13 @@ def test_batches_that_do_not_fit_are_not_started(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_loader_is_refused() -> None:
+    """The error has the call with the dataset of the loader."""
     with pytest.raises(TypeError, match=r"tune\(loader\.dataset, batch_size=5\)"):
         tune(torch.utils.data.DataLoader([1, 2], batch_size=5))
 
 
 def test_what_the_dataset_raises_is_raised() -> None:
-    """An error of the first samples is the user's to see; nothing was measured then."""
+    """An error of the first samples is raised unchanged, before anything is measured."""
 
     class Broken(Samples):
         def __getitem__(self, index: int) -> Any:
@@ -318,7 +319,7 @@ def test_what_the_dataset_raises_is_raised() -> None:
 
 
 def test_a_setting_that_fails_loses() -> None:
-    """A dataset that works in the training loop only is tuned all the same, and the table says what failed."""
+    """If a dataset raises errors in worker processes, settings without them win, and the table has the error."""
 
     class Alone(Samples):
         def __getitem__(self, index: int) -> Any:
@@ -331,8 +332,8 @@ def test_a_setting_that_fails_loses() -> None:
     assert "OSError: Caught OSError in DataLoader worker process" in str(result)
 
 
-def test_the_time_box_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best so far is the result when the time is over, be it of one probe; it has a moment more for that."""
+def test_the_time_limit_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the time is over, the best settings so far are the result; without any probe it is an error."""
     result = quick(Samples(seconds=0.05), max_seconds=1)
     assert not result.is_complete
     assert result.best["batch_size"] == 4
@@ -346,7 +347,7 @@ def test_the_time_box_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_some_of_an_unprepared_dataset_are_prepared(image_folder: Callable[..., Path]) -> None:
-    """Probes are of samples that are prepared, as all are after the first epoch; no draw is taken."""
+    """Probes read prepared samples, as later epochs do; torch's generator keeps its state."""
     transforms = pytest.importorskip("torchvision.transforms")
     with ImageFolder(image_folder(), transforms.PILToTensor(), resize=(8, 8)) as dataset:
         state = torch.get_rng_state()

@@ -191,13 +191,14 @@ class Block:
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
 
     @contextlib.contextmanager
-    def hold(self, *places: int) -> Iterator[None]:
-        """Wait for the locks of these bytes, and hold them.
+    def hold(self, *offsets: int) -> Iterator[None]:
+        """Wait for the locks of the bytes at these offsets, and hold them.
 
-        One thread of one process holds a byte at a time. A thread that already holds one of the
-        bytes would wait forever. The bytes are only names of locks: none is read or written. The
-        kernel releases the locks of a process that dies. Without such locks (macOS, gVisor) the
-        whole block is locked. On Windows only the threads of this process exclude each other.
+        At any time only one thread of one process holds the lock of a byte. A thread that already
+        holds one of them would wait forever. The bytes only name the locks: they are neither read
+        nor written, and may be beyond the end. The kernel releases the locks of a process that
+        dies. Without such locks (macOS, gVisor) the whole block is locked. On Windows only the
+        threads of this process exclude each other.
         """
         if sys.platform == "win32":
             with _THREADS:
@@ -211,8 +212,8 @@ class Block:
         try:
             try:
                 # All processes lock in the same order. Otherwise two could wait for each other.
-                for place in sorted(places):
-                    _change_lock(fd, fcntl.F_WRLCK, place, 1)
+                for offset in sorted(offsets):
+                    _change_lock(fd, fcntl.F_WRLCK, offset, 1)
             except (AttributeError, OSError):
                 fcntl.flock(fd, fcntl.LOCK_EX)
             yield
@@ -284,9 +285,9 @@ def _why_gone(pid: int, error: OSError | None = None) -> str:
 
 
 def _open_memory() -> tuple[int, Path | None]:
-    """Open a memfd, or a temporary file without a name.
+    """Open a memfd, or a temporary file without a name if the system refuses a memfd.
 
-    Without ``/proc`` other processes could open neither, so the file has a name.
+    Without ``/proc`` other processes could open neither. Then the temporary file has a name.
     """
     if not os.path.exists("/proc/self/fd"):
         return _open_temporary()

@@ -196,7 +196,7 @@ def fitting(
 
 
 def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
-    """Return what the user can do about the limit that applies. Others would not help."""
+    """Return what the user can do: storages that would fit, or more of what limits the budget."""
     fits = fitting(trials, budget.bytes)  # with lossy codecs, because the user chooses
     cures = ["cache_dir= to keep them on disk", "a smaller resize=", "storage='none'"]
     if fits:

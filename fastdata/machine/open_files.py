@@ -46,12 +46,12 @@ def take_own_positions() -> None:
             os.close(again)
 
 
-def obstacle_to_forks() -> str:
+def obstacle_in_files() -> str:
     """Return a message about an open file that a forked process could not use, or "".
 
-    A file cannot be opened again if another user opened it, or if its permissions have changed
-    since. LMDB records its readers in a lock file, by process: an environment with locks must not
-    be used after a fork.
+    A file cannot be opened again if this user may not read it: its permissions may have changed, or
+    the process has changed its user. LMDB records its readers in a lock file, by process: an
+    environment with locks must not be used after a fork.
 
     The check opens no file: closing it again would release the POSIX locks that this process has on
     the file, such as those of a database.

@@ -112,11 +112,11 @@ def local_ranks() -> int:
 
 
 def find_run() -> str | None:
-    """Return a name that only the ranks of this run share; None if this process meets none."""
+    """Return a name that only the ranks of this run share; None if this process shares nothing."""
     rank = _known_rank()
     # Lightning starts its ranks without the variable RANK.
-    is_lightnings = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
-    is_alone = not is_lightnings if rank is None else rank.world_size == 1
+    is_lightning = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
+    is_alone = not is_lightning if rank is None else rank.world_size == 1
     if is_alone or get_worker_info() is not None or not sys.platform.startswith("linux"):
         return None
     values = [os.environ.get(name, "") for name in _RUN_VARIABLES]
@@ -296,7 +296,7 @@ def _sweep(own: Path) -> None:
     """Remove the files of leaders that were killed."""
     for path in own.parent.iterdir():
         with contextlib.suppress(OSError), path.open("rb") as file:
-            # Fails for a file whose leader prepares right now, so that its file stays.
+            # Raises an error while the leader of the file prepares, so that the file stays.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             pid = file.readline().partition(b" ")[0]
             if path != own and not (pid and is_running(int(pid))):

@@ -65,6 +65,7 @@ class ListView(Sequence[_T]):
 
     @property
     def _fastdata_identity(self) -> list[_T]:
+        """The items, which stand for this view in the fingerprint of a dataset."""
         return list(self)
 
     def __setitem__(self, index: Any, item: Any) -> None:
@@ -164,10 +165,10 @@ class SampleTable:
         columns, self.target_kind = target_columns(targets)
         self._places: dict[Any, str] = {}  # the kind of each place of a tuple or dict
         if self.target_kind == "object":
-            of_places, kinds = _columns_of_places(targets)
+            place_columns, kinds = _columns_of_places(targets)
             # If every place would be pickled, one pickle is read faster than several.
             if set(kinds.values()) - {"object"}:
-                columns = of_places
+                columns = place_columns
                 self.target_kind = type(targets[0]).__name__
                 self._places = kinds
         self.has_paths = paths is not None
@@ -318,8 +319,8 @@ def _columns_of_places(targets: Any) -> tuple[dict[str, np.ndarray], dict[Any, s
     columns = {}
     kinds = {}
     for name, values in _places_of(targets).items():
-        of_place, kinds[name] = target_columns(values)
-        for column, array in of_place.items():
+        place_columns, kinds[name] = target_columns(values)
+        for column, array in place_columns.items():
             columns[f"{column} of {name}"] = array
     return columns, kinds
 

@@ -34,7 +34,7 @@ import numpy as np
 import torch.distributed
 
 from fastdata.errors import IngestError
-from fastdata.machine.open_files import obstacle_to_forks, take_own_positions
+from fastdata.machine.open_files import obstacle_in_files, take_own_positions
 from fastdata.report import log, warn_user
 
 _T = TypeVar("_T")
@@ -67,16 +67,16 @@ def run_tasks(
         cores: cores that workers may use, if this process is bound to fewer.
 
     Raises:
-        IngestError: a worker died.
+        IngestError: a worker process died. The text has the tasks that it may have run.
     """
     if workers > 1 and forks:
-        obstacle = _obstacle_to_forks()
+        obstacle = obstacle_to_forks()
         if not obstacle:
             yield from _run_in_processes(job, tasks, workers, cores)
             return
         if not is_thread_safe:
             workers = 1
-        _tell_slower(obstacle, is_thread_safe=is_thread_safe)
+        _report_slower(obstacle, is_thread_safe=is_thread_safe)
     if workers > 1:
         yield from _run_in_threads(job, tasks, workers, cores)
     else:
@@ -107,7 +107,7 @@ def _run_in_threads(
         threads.shutdown(cancel_futures=True)
 
 
-def _obstacle_to_forks() -> str:
+def obstacle_to_forks() -> str:
     """Return why a forked process could not do the same work as this one; empty if it can."""
     if not sys.platform.startswith("linux"):
         return _NOT_LINUX
@@ -117,10 +117,10 @@ def _obstacle_to_forks() -> str:
         multiprocessing.get_context("fork").Lock()
     except OSError as problem:
         return f"processes need room for their locks in /dev/shm ({problem})"
-    return obstacle_to_forks()
+    return obstacle_in_files()
 
 
-def _tell_slower(obstacle: str, *, is_thread_safe: bool) -> None:
+def _report_slower(obstacle: str, *, is_thread_safe: bool) -> None:
     how = "by threads" if is_thread_safe else "one after the other in this process"
     text = f"samples are prepared {how}, which may be slower: {obstacle}"
     if obstacle in (_NOT_LINUX, _DAEMON):  # the user cannot change it
@@ -130,7 +130,7 @@ def _tell_slower(obstacle: str, *, is_thread_safe: bool) -> None:
 
 
 def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
-    """Return the error for a worker that died while it did one of ``tasks``."""
+    """Return the error for a worker that died while it ran one of ``tasks``."""
     ended = -signal.SIGTERM  # the pool ends the other workers with this signal
     code = next((it.exitcode for it in children if it.exitcode not in (0, None, ended)), ended)
     how = f"ended with exit code {code}"
@@ -148,10 +148,13 @@ def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
 def forked(
     job: Job, workers: int = 1, cores: Collection[int] = (), *, threads: int | None = None
 ) -> Iterator[tuple[ProcessPoolExecutor, Sequence[BaseProcess]]]:
-    """Fork ``workers`` processes in which ``attempt_job`` runs the job; yield their pool and them.
+    """Fork ``workers`` processes in which ``attempt_job`` runs the job.
 
-    They and the processes that they start are killed when the block ends. Each uses ``threads``
-    threads for torch's operations, or the parent's number if that is None.
+    When the block ends, they are killed, with all processes that they have started. Each uses
+    ``threads`` threads for torch's operations, or as many as the parent if that is None.
+
+    Yields:
+        The pool of the processes, and the processes.
     """
     creator = os.getpid()
     context = multiprocessing.get_context("fork")
@@ -173,7 +176,7 @@ def forked(
         yield pool, children
     finally:
         if os.getpid() == creator:
-            # They are killed at once, because they hold nothing that needs an orderly end.
+            # The children are killed at once, because they hold nothing that they must release.
             for child in children:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(cast("int", child.pid), signal.SIGKILL)

@@ -1,9 +1,10 @@
 """Open the cache of a dataset, and write the cache or its missing shards first.
 
-A cache consists of shards and an index that names them. The index is renamed into its place last,
-so a build that is killed at any moment leaves the old cache unchanged, and its own complete shards.
-A build writes only the missing shards: all of a new cache, those with changed files of an old one,
-or the rest of a build that was stopped. The calling process makes the index of all shards.
+A cache consists of shards and an index that names them. The index is renamed into its place last.
+So a build that is killed at any moment does not change the old cache, and the next build uses the
+shards that it has completed. A build writes only the missing shards: all of a new cache, those with
+changed files of an old one, or the rest of a build that was stopped. The calling process makes the
+index of all shards.
 """
 
 from __future__ import annotations
@@ -215,8 +216,7 @@ class _Build:
             pass
         except CacheError as damage:
             log.warning("the cache is written again: %s", str(damage))
-        # Behind a URL, readers hold no files open. So the files of the previous index stay for
-        # them.
+        # Readers of a URL hold no files open, so those of the previous index must stay for them.
         before: set[str] = set()
         if self.place.is_remote:
             with suppress(FileNotFoundError, CacheError):

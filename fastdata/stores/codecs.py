@@ -22,7 +22,7 @@ from fastdata.pixels.arrays import Array, Bytes
 from fastdata.pixels.decode import decode_planes_into, encode_jpeg
 from fastdata.pixels.fingerprint import fingerprint
 from fastdata.pixels.scratch import Scratch
-from fastdata.stores.prediction import _WORD_BYTES, LEFT, apply_filter, layout_of, undo_filter
+from fastdata.stores.prediction import LEFT, WORD_BYTES, apply_filter, layout_of, undo_filter
 
 CodecSettings = dict[str, "int | str | bool"]
 """Values that JSON can store: ``name``, ``format`` (the version of the byte format), arguments."""
@@ -191,7 +191,7 @@ class ZstdCodec(Codec):
             raise ValueError(f"filter {chosen} does not exist for such samples in format 1")
         # Rows of whole words are decompressed in place, others to memory that the thread reuses.
         filtered = target
-        is_in_place = layout.size == target.size and target.ctypes.data % _WORD_BYTES == 0
+        is_in_place = layout.size == target.size and target.ctypes.data % WORD_BYTES == 0
         if chosen and (layout.lane > 1 or not is_in_place):
             filtered = _scratch.take("filtered", (layout.size,))
         self._decompress(data[_HEAD_BYTES:], filtered)

@@ -107,7 +107,7 @@ def refuse_draws(source: Source, options: Options) -> None:
     state again.
 
     Raises:
-        ValueError: the dataset draws at random. The message says what differed or moved.
+        ValueError: the dataset draws at random. The message says how that was noticed.
     """
     if options.frozen or not isinstance(source, DatasetSource) or source.is_format:
         return
@@ -143,7 +143,7 @@ def _shown(step: object) -> str:
 
 
 def _what_differs(source: DatasetSource, generators: Sequence[FoundGenerator]) -> str:
-    """Return what differed when items were read again, or which generator moved, or ""."""
+    """Return what differed when items were read again, or which generator they drew from, or ""."""
     before = [state_of(each.generator) for each in generators]
     try:
         return _read_again(source, generators)
@@ -169,7 +169,7 @@ def _read_again(source: DatasetSource, generators: Sequence[FoundGenerator]) -> 
         after = contents_of(state_of(each.generator) for each in generators)
         for each, one, other in zip(generators, states, after, strict=True):
             if one != other and not each.moves_in_vain:
-                return f"reading its items moves {each.name}"
+                return f"reading its items takes numbers from {each.name}"
         if time.perf_counter() - begun > _FIRST_READS_S:
             break
     for _ in range(_MOST_READS - 2):

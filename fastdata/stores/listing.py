@@ -42,7 +42,8 @@ class Listing(NamedTuple):
 
 
 Described = tuple[str, Listing | None, str]
-"""Description of a dataset for a cache: text that is equal for equal samples, files, folder."""
+"""Description of a dataset for a cache: a text that is equal for equal samples and code that opens
+them; the files, if samples are files; and their folder, or ""."""
 
 
 def list_paths(

@@ -24,7 +24,7 @@ from fastdata.stores.segments import Segment, SegmentFolder
 from fastdata.stores.store import Decoder
 
 FETCH_BYTES = 64 << 20
-"""The most bytes that a process fetches at once: at 1 GB/s, 48 MiB come in 50 ms of latency."""
+"""The most bytes that a process fetches at once. With a latency of 50 ms, 1 GB/s needs 48 MiB."""
 _SEGMENT_BYTES = 1 << 20
 _MOST_SEGMENTS = 20_000
 """The most segments of a store, which become larger instead: a process may have 65,530 mappings."""
@@ -66,9 +66,9 @@ class MirroredStore(DiskStore):
         self._segments = index["segments"]
         self._segment_bytes = self._segments[:, 2] - self._segments[:, 1]
         self.size_bytes = int(self._segment_bytes.sum())
-        # How often each segment was evicted, and for each sample this number at its last check. If
-        # they are equal, the mapped bytes are the bytes that were checked. After an eviction they
-        # need not be: the segment may have been deleted, and fetched again with an error.
+        # How often each segment was evicted, and how often it had been when each of its samples was
+        # last checked. If the two are equal, the mapped bytes are those that were checked. After an
+        # eviction they may differ: the segment may have been deleted, and fetched with an error.
         self._evictions = np.zeros(len(self._segments), np.int32)
         self._checked = np.full(len(self), -1, np.int32)
 

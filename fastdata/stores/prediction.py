@@ -31,7 +31,7 @@ from fastdata.pixels.arrays import Bytes, Shape
 
 _WORD = np.dtype("<u8")
 
-_WORD_BYTES = 8
+WORD_BYTES = 8
 
 _SHORTEST_ROW_BYTES = 32
 """Shorter rows are joined, because padding them to words would cost more than prediction gains."""
@@ -69,7 +69,7 @@ class WordLayout(NamedTuple):
 
     @property
     def size(self) -> int:
-        return math.prod(self.words) * _WORD_BYTES
+        return math.prod(self.words) * WORD_BYTES
 
 
 @lru_cache(maxsize=256)
@@ -88,7 +88,7 @@ def layout_of(shape: Shape, dtype: np.dtype[Any]) -> WordLayout:
             break
     rows = axes.pop() if axes else 1
     planes = lane * math.prod(axes)
-    word_count = _round_up_to_words(row_bytes) // _WORD_BYTES
+    word_count = _round_up_to_words(row_bytes) // WORD_BYTES
     words = planes, rows, word_count
     if rows == 1:
         words = planes, word_count, 1
@@ -163,7 +163,7 @@ def undo_filter(filtered: Bytes, layout: WordLayout, chosen: int, out: Bytes) ->
 
 def _round_up_to_words(size_bytes: int) -> int:
     """Return ``size_bytes``, rounded up to a multiple of a word's size."""
-    return -(-size_bytes // _WORD_BYTES) * _WORD_BYTES
+    return -(-size_bytes // WORD_BYTES) * WORD_BYTES
 
 
 def _merge_planes(planes: Bytes, out: Bytes) -> None:

@@ -93,7 +93,7 @@ class FilePreparer:
     Args:
         prepare: function that yields planes (n, C, h, w), uint8, for each run of opened images of
             one size. The memory is reused for the next run.
-        opening: the way of opening files that the replaced loader has.
+        opening: the user's loader, which the core replaces; Pillow opens other formats as it does.
         upright: True if images are first rotated as their EXIF requires.
     """
 

@@ -5,8 +5,8 @@ cache, in which every segment is a file. The segments that were unused for longe
 make room. A deleted segment stays readable for every process that has it mapped, so no process has
 to announce what it uses.
 
-Several users may share ``local_cache``. Each has folders in it that only this user can write to.
-Otherwise another user could put a link there, whose target would be read, overwritten or deleted.
+Several users may share ``local_cache``. Each of them has folders of their own in it, because a link
+that another user puts there could make this process read, overwrite or delete the link's target.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _SHARE = 0.5
 _LOCKS = 256
 """Number of lock files. A segment uses that of its number modulo this."""
 _SLACK = 32
-"""Room for a 32nd of the limit is made at once, because finding the oldest segments means looking
-at all."""
+"""Room for a 32nd of the limit is made at once, because to find the oldest segments, all have to be
+listed."""
 _FOLDER = "mirror-"
 
 

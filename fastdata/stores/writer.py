@@ -196,8 +196,8 @@ class Writer:
         align_bytes = RAGGED_ALIGN_BYTES if coder is None else 1
         used = self.index[_USED]
         # Processes reserve bytes one after the other, under this lock, but write them at the same
-        # time. Another process may have grown the file, so its size is read from the system. It
-        # grows by more than a sample, because each growth has to find out the free memory.
+        # time. Another process may have grown the file, so its size is read from the system. The
+        # file grows by more than one sample, because reading how much memory is free takes long.
         with self.index.block.hold(0):
             start: int = used.item()
             end = start + -(-size_bytes // align_bytes) * align_bytes

@@ -33,9 +33,6 @@ def positive(text: str) -> int:
     return number
 
 
-# The commands
-
-
 def add_storage_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--storage-options",

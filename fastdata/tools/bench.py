@@ -1,4 +1,4 @@
-"""``fastdata bench``: the speed of published recipes over one folder, torchvision and fastdata."""
+"""``fastdata bench``: the speed of published recipes over one folder, with and without fastdata."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ from fastdata.tools.recipes import (
 _ROUNDS = 3
 
 _RATE_S = 0.5
-
-
-# Measuring
 
 
 Figures = dict[str, Any]

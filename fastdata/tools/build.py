@@ -47,7 +47,7 @@ def add_build(parser: argparse.ArgumentParser) -> None:
         "--prepare-workers",
         type=positive,
         metavar="N",
-        help="number of processes; default: the usable cores",
+        help="number of threads or processes that prepare images; default: the usable cores",
     )
     add(
         "--engine",

@@ -36,7 +36,7 @@ from fastdata.pixels.albumentations_objects import is_of_albumentations
 from fastdata.pixels.compose import flatten_transform
 from fastdata.tools.arguments import positive
 from fastdata.tools.diagnosis import Diagnosis, Part
-from fastdata.tools.figures import to_write
+from fastdata.tools.figures import file_to_write
 from fastdata.tools.measure import in_subprocess, is_kept, measure_rate, shuffled
 from fastdata.tools.timed_loop import EnoughError, TimedLoop, in_prefetcher, run_script
 
@@ -60,9 +60,6 @@ _MOST_KEPT = 256
 
 _CLEAR = 1.15
 """Least gain from keeping samples in memory that is worth a change of the script."""
-
-
-# Loops
 
 
 def diagnose(
@@ -104,9 +101,6 @@ def diagnose(
             "needed. Use a smaller batch_size or a larger dataset."
         )
     return _examine(loop)
-
-
-# The loader without the loop
 
 
 def _examine(loop: TimedLoop) -> Diagnosis:
@@ -287,9 +281,6 @@ def _transform_instead(dataset: Any, transform: Any) -> Iterator[None]:
             holder.transform = own
 
 
-# The command
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``fastdata diagnose``."""
     add = parser.add_argument
@@ -302,7 +293,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--html",
-        type=to_write,
+        type=file_to_write,
         metavar="FILE",
         help="also write the report as a web page, one file that you can share",
     )

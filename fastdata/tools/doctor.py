@@ -1,7 +1,7 @@
 """``fastdata doctor``: checks of this machine, each with its cure.
 
 Each check looks at one thing, and none makes a CUDA context. A problem stops training or makes it
-much slower; an advice is about something that may.
+much slower. Advice is given for something that may do so.
 """
 
 from __future__ import annotations
@@ -173,9 +173,6 @@ def _numa() -> Iterator[Check]:
             "node take twice as long"
         )
         yield Check("NUMA", found, "" if near or node < 0 else cure)
-
-
-# The command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

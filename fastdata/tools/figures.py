@@ -11,20 +11,18 @@ from pathlib import Path
 
 from fastdata.machine.limits import cpu_model, usable_cores
 
-# Arguments of commands, and the JSON that they write
-
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add the argument ``--json``."""
     parser.add_argument(
         "--json",
-        type=to_write,
+        type=file_to_write,
         metavar="FILE",
         help="also write the results as JSON, with versions and machine",
     )
 
 
-def to_write(text: str) -> Path:
+def file_to_write(text: str) -> Path:
     """Parse the path of a file to write; its folder must exist."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():

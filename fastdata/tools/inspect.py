@@ -19,8 +19,6 @@ from fastdata.stores.find import cache_places
 from fastdata.tools.arguments import add_storage_options
 from fastdata.tools.figures import add_json, write_json
 
-# Inspect
-
 
 class Inspected(NamedTuple):
     """A cache that was inspected, or the remains of one.
@@ -63,10 +61,13 @@ def inspect_caches(
     Raises:
         FileNotFoundError: there is no cache.
     """
-    return [_inspect(place, verify=verify) for place in cache_places(Place(path, storage_options))]
+    return [
+        inspect_place(place, verify=verify) for place in cache_places(Place(path, storage_options))
+    ]
 
 
-def _inspect(place: Place, *, verify: bool = False) -> Inspected:
+def inspect_place(place: Place, *, verify: bool = False) -> Inspected:
+    """Return the contents of one cache; see ``inspect_caches``."""
     problems = []
     try:
         cache = Cache.read(place)

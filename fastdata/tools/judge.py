@@ -72,9 +72,9 @@ class Judge:
     def __post_init__(self) -> None:
         # A probe must be short enough for a whole search, but long enough for a steady rate.
         self.probe_s = min(1.0, max(0.2, (self.deadline - time.perf_counter()) / _PROBES))
-        self.sample_s, self.sample_bytes = in_subprocess(self._look, limit_s=None)
+        self.sample_s, self.sample_bytes = in_subprocess(self._measure_sample, limit_s=None)
 
-    def _look(self) -> tuple[float, int]:
+    def _measure_sample(self) -> tuple[float, int]:
         """Return the seconds and bytes of a sample; errors of the dataset are raised unchanged."""
         # The first read may open files and fill caches, so it is not measured.
         self.dataset[0]
@@ -85,19 +85,19 @@ class Judge:
 
     def wins(self, challenger: LoaderSettings, best: LoaderSettings) -> bool:
         """Return True if a challenger is better than the best; close results are measured again."""
-        asked = used_settings(challenger)
-        before = used_settings(best)
-        if asked == before:
+        new = used_settings(challenger)
+        old = used_settings(best)
+        if new == old:
             return False
-        if not rates_of(self.probes, asked):
-            self.probe(asked)
-        least = 1 / _WORTH if _cost(asked) < _cost(before) else _WORTH
-        is_close = least < self._gain(asked, before) < _CLEAR
-        if is_close and len(rates_of(self.probes, asked)) == 1:
+        if not rates_of(self.probes, new):
+            self.probe(new)
+        least = 1 / _WORTH if _cost(new) < _cost(old) else _WORTH
+        is_close = least < self._gain(new, old) < _CLEAR
+        if is_close and len(rates_of(self.probes, new)) == 1:
             # The two take turns, so that changes of other load on the machine affect both.
-            self.probe(before)
-            self.probe(asked)
-        return self._gain(asked, before) > least
+            self.probe(old)
+            self.probe(new)
+        return self._gain(new, old) > least
 
     def _gain(self, challenger: LoaderSettings, best: LoaderSettings) -> float:
         return fmean(rates_of(self.probes, challenger)) / fmean(rates_of(self.probes, best))
@@ -146,8 +146,8 @@ class Judge:
         return in_subprocess(work, limit_s=left_s + _GRACE_S)
 
 
-def _prepared(dataset: Any) -> Any:
-    """Return a dataset with prepared samples: the same one, or some samples, prepared now."""
+def prepare_some(dataset: Any) -> Any:
+    """Return the dataset if it needs no preparation, else some of its samples, prepared now."""
     if not is_kept(dataset) or dataset.filled_share() >= _MOSTLY_PREPARED:
         return dataset
     chosen = islice(shuffled(dataset), min(len(dataset), _SAMPLES_PREPARED))

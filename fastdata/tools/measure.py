@@ -89,7 +89,7 @@ def is_kept(dataset: object) -> bool:
 
 
 def _leave_worker_processes() -> None:
-    """Keep the iterators of a forked copy from ending worker processes, which are the parent's.
+    """Keep the iterators of a forked copy from ending the worker processes of the parent.
 
     A notebook may still hold the iterator of an epoch that failed. torch would try to end its
     workers when the copy exits, and raise an error for each: a process can only end its own

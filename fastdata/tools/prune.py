@@ -15,9 +15,7 @@ from fastdata.sources.remote import Place
 from fastdata.stores.build import lock_of
 from fastdata.stores.cache import INDEX
 from fastdata.tools.arguments import check_folder
-from fastdata.tools.inspect import _inspect
-
-# Prune
+from fastdata.tools.inspect import inspect_place
 
 
 class Removal(NamedTuple):
@@ -70,7 +68,7 @@ def _fault(folder: Path, *, gone: bool) -> str:
     """Return why no run can use a cache; empty if it can be used."""
     if not (folder / INDEX).exists():
         return "unfinished: the process that wrote it has ended"
-    inspected = _inspect(Place(folder))
+    inspected = inspect_place(Place(folder))
     if not inspected.facts:
         return f"cannot be read: {inspected.problems[0]}"
     root = str(inspected.facts["root"])
@@ -98,7 +96,7 @@ def prune(options: argparse.Namespace) -> int:
     for removal in removals:
         print(f"{removal.path}: {removal.reason} ({format_bytes(removal.size_bytes)})")
     if not removals:
-        print("nothing to remove: each cache is complete and can be read")
+        print(f"nothing to remove in {options.cache}")
         return 0
     size = format_bytes(sum(removal.size_bytes for removal in removals))
     print(f"{size} {'would be removed' if options.dry_run else 'removed'}")

@@ -102,14 +102,11 @@ def find_transform(words: str) -> Transform:
         sys.path.remove(os.getcwd())
 
 
-# The command
-
-
-def add_transform(parser: argparse.ArgumentParser, usual: str) -> None:
-    """Add the argument ``--transform``; ``usual`` is the end of its help."""
+def add_transform(parser: argparse.ArgumentParser, help_end: str) -> None:
+    """Add the argument ``--transform``; ``help_end`` is the end of its help."""
     parser.add_argument(
         "--transform",
         metavar="MODULE:NAME",
         help="your own transform: MODULE:NAME imports it, such as train:train_transform from "
-        f"train.py; {usual}",
+        f"train.py; {help_end}",
     )

@@ -21,7 +21,7 @@ from fastdata.loaders.loader import DataLoader
 from fastdata.machine.limits import usable_cores
 from fastdata.report import progress_bar
 from fastdata.tools.arguments import check_folder, positive
-from fastdata.tools.judge import Judge, _prepared
+from fastdata.tools.judge import Judge, prepare_some
 from fastdata.tools.recipes import add_transform, find_transform, make_recipe
 from fastdata.tools.tune_result import TuneResult, used_settings
 
@@ -91,7 +91,7 @@ def tune(
     start["batch_size"] = batch_size
     began = time.perf_counter()
     with progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress) as bar:
-        judge = Judge(_prepared(dataset), collate_fn or collate, began + max_seconds, bar)
+        judge = Judge(prepare_some(dataset), collate_fn or collate, began + max_seconds, bar)
         # When the time is over (TimeoutError), the best settings so far are the result.
         best = start
         judge.probe(used_settings(start))  # the first probe fills caches, and does not count
@@ -107,9 +107,6 @@ def tune(
         seconds=time.perf_counter() - began,
         is_complete=is_complete,
     )
-
-
-# The search
 
 
 def ascend(
@@ -157,9 +154,6 @@ def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
         "workers": ("auto", "process" if engine == "thread" else "thread"),
         "prefetch_factor": (2, 4, 8),
     }
-
-
-# The command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
