@@ -302,6 +302,30 @@ class Masks(Dataset[Any]):
         return {"image": image, "mask": torch.full((6, 5), index), **self.others}
 
 
+class Pairs(Dataset[Any]):
+    """Files of images and masks, listed as torchvision's datasets list their files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.samples = [(str(folder / f"{i}.png"), str(folder / f"mask{i}.png")) for i in range(3)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(np.array(Image.open(path)) for path in self.samples[index])
+
+
+def test_a_mask_that_changes_makes_a_cache_new(tmp_path: Path) -> None:
+    """Every file that ``samples`` lists for a sample counts, not only the first."""
+    dataset = Pairs(tmp_path)
+    for path in (path for paths in dataset.samples for path in paths):
+        Image.new("L", (6, 5), 1).save(path)
+    for level in (1, 70):
+        Image.new("L", (6, 5), level).save(tmp_path / "mask1.png")
+        with CachedDataset(dataset, cache_dir=tmp_path / "cache") as cached:
+            assert [target.max() for _, target in cached] == [1, level, 1]
+
+
 def test_dicts_of_an_image_and_a_mask_come_back(tmp_path: Path) -> None:
     for others in ({}, {"name": "x", "size": 3}):
         with CachedDataset(Masks(**others), cache_dir=tmp_path, cache_key=str(others)) as dataset:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol
 
 from fastdata.datasets.stored import Stored
@@ -62,17 +63,24 @@ class ItemOrigin:
         return opened, listing, root
 
 
-def _list_files(source: Source) -> tuple[Listing | None, str]:
+def _list_files(source: DatasetSource) -> tuple[Listing | None, str]:
     """Return the files of samples and their folder; no listing if samples are not files."""
     from fastdata.stores.listing import list_paths
 
-    paths = list(filter(None, map(source.path, range(len(source)))))
-    if not paths or len(paths) < len(source):
+    files = list(map(source.paths, range(len(source))))
+    if not files or not all(files):
         return None, ""
+    paths, *others = zip_longest(*files, fillvalue="")
     root = ""
     # A mixture of relative and absolute paths, or of drives, has no common folder.
     with contextlib.suppress(ValueError):
         root = os.path.commonpath({os.path.dirname(path) for path in paths}) or os.curdir
     listing = list_paths(paths, root)
     # If no name is that of a file, they are something else, such as the keys of an LMDB.
-    return (None, "") if (listing.stats[0] < 0).all() else (listing, root)
+    if (listing.stats[0] < 0).all():
+        return None, ""
+    # A sample is prepared again also if another of its files changes, such as its mask. A text that
+    # is not the name of a file, such as a label, adds nothing.
+    for column in others:
+        listing.stats[:] += list_paths(column, "").stats.clip(0)
+    return listing, root

@@ -93,9 +93,14 @@ class DatasetSource:
             self.dataset.expect(indices)
 
     def path(self, index: int) -> str | None:
-        """Return the sample's file if the dataset has a list ``samples`` of its files.
+        return next(iter(self.paths(index)), None)
 
-        Datasets of torchvision have one. For a subset, the dataset inside it is used.
+    def paths(self, index: int) -> list[str]:
+        """Return the sample's files if the dataset has a list ``samples`` of them, else no files.
+
+        Datasets of torchvision have one. For a subset, the dataset inside it is used. An entry of
+        the list may be a tuple, such as (image, mask) or (image, label). A label that is a text is
+        returned, too.
         """
         dataset = self.dataset
         while getattr(dataset, "indices", None) is not None and hasattr(dataset, "dataset"):
@@ -104,11 +109,10 @@ class DatasetSource:
             dataset = dataset.dataset
         samples = getattr(dataset, "samples", None)
         if not isinstance(samples, Sequence) or index >= len(samples):
-            return None
-        path = samples[index]
-        if isinstance(path, tuple | list):
-            path = next(iter(path), None)
-        return os.fspath(path) if isinstance(path, str | os.PathLike) else None
+            return []
+        entry = samples[index]
+        values = entry if isinstance(entry, tuple | list) else (entry,)
+        return [os.fspath(value) for value in values if isinstance(value, str | os.PathLike)]
 
 
 def _split_by_columns(item: Any, columns: ItemKeys, which: str) -> Pair:
