@@ -281,7 +281,7 @@ def test_damaged_arrays_are_errors(tmp_path: Path, bad: bytes) -> None:
 def test_a_cache_of_tars_is_found_again_until_a_file_changes(
     tars: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cache_dir= needs no cache_key=, and another tar has another cache."""
+    """cache_dir= needs no cache_key=; another tar, or another order of them, has another cache."""
     cache = tars / "cache"
     CachedDataset(str(tars / "t-*.tar"), cache_dir=cache).close()
     with monkeypatch.context() as patch:
@@ -291,6 +291,9 @@ def test_a_cache_of_tars_is_found_again_until_a_file_changes(
     write_tar(tars / "t-01.tar", sample_files(3, "2."))
     with CachedDataset(str(tars / "t-*.tar"), cache_dir=cache) as changed:
         assert list(changed.targets) == [0, 10, 30]
+    turned = [tars / "t-01.tar", tars / "t-00.tar"]
+    with CachedDataset(turned, cache_dir=cache) as other:
+        assert list(other.targets) == [30, 0, 10]
 
 
 def test_readers_pickle(tars: Path) -> None:

@@ -100,7 +100,7 @@ class TarSamples:
         self._columns = columns
         self._requests = Requests()
         self.is_remote = tars[0].place.is_remote
-        stats = repr(sorted({tar[1:] for tar in tars}))
+        stats = repr([tar[1:] for tar in tars])
         digest = hashlib.blake2b(stats.encode(), digest_size=8).hexdigest()
         # The same in every run until a file changes: the cache of the samples is found by it.
         self._fastdata_identity = f"{len(tars)} files {digest}"
@@ -118,8 +118,7 @@ class TarSamples:
         number = self._number_of(index)
         position = index - self._starts[number]
         with _naming(f"number {position} of {self._tars[number]}"):
-            request = self._requests.take(index, self._submit)
-            return self._decode(request.result())
+            return self._decode(self._requests.take(index, self._submit).result())
 
     def expect(self, indices: Sequence[int]) -> None:
         """Fetch these samples in the background."""
