@@ -99,11 +99,10 @@ def _status_of(problem: BaseException) -> int | None:
     """Return the status of the HTTP answer that an error carries, if any."""
     # In the error (urllib, aiohttp), in its answer (requests, httpx), or in a dict (botocore).
     answer = getattr(problem, "response", None)
-    if isinstance(answer, dict):  # botocore
-        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return status if isinstance(status, int) else None
     names = ("status", "status_code", "code")
     found = [getattr(holder, name, None) for holder in (problem, answer) for name in names]
+    if isinstance(answer, dict):  # botocore
+        found = [answer.get("ResponseMetadata", {}).get("HTTPStatusCode")]
     return next((status for status in found if isinstance(status, int)), None)
 
 

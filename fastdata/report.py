@@ -168,8 +168,9 @@ class EpochReport(Report):
         names = [f"epoch {number}" for number, _ in enumerate(self.epochs, 1)]
         waited = [wait_s for wait_s, _ in self.epochs]
         busy = [busy_s for _, busy_s in self.epochs]
-        parts = {"waited for data": waited, "in the training loop": busy}
-        return show_bars(names, parts, "seconds")
+        return show_bars(
+            names, {"waited for data": waited, "in the training loop": busy}, "seconds"
+        )
 
     def as_dict(self) -> dict[str, float]:
         """Return the figures for a logger: ``wandb.log(loader.report().as_dict())``."""

@@ -40,5 +40,5 @@ def html_of(dataset: PreparedDataset) -> str:
     texts = [
         text for text in map(str.strip, lines) if text.startswith(("Number", "Storage", "Root"))
     ]
-    rows = "<br>".join(map(escape, texts))
-    return f"<b>{escape(name)}</b><br>{rows}{dataset.plan._repr_html_()}"
+    rows = [f"<b>{escape(name)}</b>", *map(escape, texts)]
+    return f"{'<br>'.join(rows)}{dataset.plan._repr_html_()}"

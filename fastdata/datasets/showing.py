@@ -26,14 +26,11 @@ _IMAGES_PER_ROW = 8
 _MOST_LETTERS = 24
 """Length of a label above an image."""
 
-Undo = Callable[[Array], Array]
-
 
 def show_dataset(dataset: PreparedDataset, count: int) -> Any:
     """Return a figure of ``count`` items, spread over the dataset."""
     length = len(dataset)
-    places = np.linspace(0, length - 1, min(count, length))
-    indices = places.round().astype(int)
+    indices = np.linspace(0, length - 1, min(count, length)).round().astype(int)
     with torch.random.fork_rng(devices=[]):  # because items draw from torch's generator
         items = [dataset[index] for index in indices.tolist()]
     return show_items(items, dataset)
@@ -109,7 +106,7 @@ def _draw_grid(cells: Sequence[_Cell], images: int, cells_per_row: int) -> Any:
     return figure
 
 
-def _cell(item: Any, undo: Undo, classes: Sequence[str]) -> _Cell:
+def _cell(item: Any, undo: Callable[[Array], Array], classes: Sequence[str]) -> _Cell:
     """Return the pictures of an item, and the text of all other values."""
     pictures: list[Array] = []
     texts: list[str] = []
@@ -148,8 +145,9 @@ def _soft_label(shares: torch.Tensor, classes: Sequence[str]) -> str:
         return str(shares.tolist())
     largest, numbers = shares.topk(2)
     pairs = zip(largest.tolist(), numbers.tolist(), strict=True)
-    texts = [f"{_name(number, classes)} {share:.2f}" for share, number in pairs if share > 0]
-    return ", ".join(texts)
+    return ", ".join(
+        f"{_name(number, classes)} {share:.2f}" for share, number in pairs if share > 0
+    )
 
 
 def _name(value: Any, classes: Sequence[str]) -> str:
@@ -159,7 +157,7 @@ def _name(value: Any, classes: Sequence[str]) -> str:
     return str(value)
 
 
-def _to_picture(image: Any, undo: Undo) -> Array:
+def _to_picture(image: Any, undo: Callable[[Array], Array]) -> Array:
     """Return an image as uint8 or floats in [0, 1], (H, W, 3), or (H, W) for grays and masks."""
     if is_pil(image):
         return np.asarray(image.convert("RGB"))
@@ -185,7 +183,7 @@ def _array_of(image: torch.Tensor) -> Array:
     return values
 
 
-def _undo_normalize(transform: Any) -> Undo:
+def _undo_normalize(transform: Any) -> Callable[[Array], Array]:
     """Return a function that gives images the colours that they had before the last Normalize."""
     singles = flatten_transform(joint_transforms(transform))
     if singles and isinstance(singles[-1], Views):
