@@ -169,6 +169,16 @@ def test_a_far_gpu_is_reported(
     assert bool(check.advice) == bool(advice)
 
 
+def test_a_gpu_that_sys_does_not_list_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container without parts of /sys the other checks are reported."""
+    (tmp_path / "nvidia/gpus/0000:17:00.0").mkdir(parents=True)
+    monkeypatch.setattr("fastdata.tools.doctor.NVIDIA", tmp_path / "nvidia")
+    monkeypatch.setattr("fastdata.tools.doctor.SYSTEM", tmp_path / "sys")
+    assert "NUMA" not in {check.name for check in examine_machine()}
+
+
 def test_a_report_is_aligned() -> None:
     """All that was found begins in one column, problems are marked, advice stands below."""
     checks = (Check("cores", "1", problem="more"), Check("torch threads", "2"))

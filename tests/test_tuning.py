@@ -301,6 +301,13 @@ def test_batches_that_do_not_fit_are_not_started(monkeypatch: pytest.MonkeyPatch
     assert "batches would need 130.0 MiB, but 20.0 MiB is free" in refused[0].failed
 
 
+def test_the_batch_size_may_be_tuned_too() -> None:
+    """The search begins with its first value, and not with a batch size that is not among them."""
+    result = quick(Samples(), parameters={"num_workers": (0,), "batch_size": (8, 16)})
+    assert result.probes[0].settings["batch_size"] == 8
+    assert result.best["batch_size"] in (8, 16)
+
+
 def test_a_loader_is_refused() -> None:
     """The error has the call with the dataset of the loader."""
     with pytest.raises(TypeError, match=r"tune\(loader\.dataset, batch_size=5\)"):

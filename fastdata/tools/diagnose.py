@@ -98,7 +98,7 @@ def diagnose(
     if loop.batches < 2:
         raise ValueError(
             f"the loader gave too few batches for a diagnosis: {loop.batches}, but at least 2 are "
-            "needed. Use a smaller batch_size or a larger dataset."
+            "needed. Use batches= of at least 2, a smaller batch_size, or a larger dataset."
         )
     return _examine(loop)
 
@@ -317,7 +317,8 @@ def run(options: argparse.Namespace) -> int:
     if loop is None or loop.batches < 2:
         raise ValueError(
             f"{script} has ended without a loop over two or more batches of a torch DataLoader. "
-            "Give a script that trains, with arguments that make it run at least two steps."
+            "Give a script that trains, with arguments that make it run at least two steps, and "
+            "--batches of at least 2."
         )
     diagnosis = _examine(loop)
     print(diagnosis)

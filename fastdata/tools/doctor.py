@@ -163,8 +163,11 @@ def _numa() -> Iterator[Check]:
     """
     for gpu in NVIDIA.glob("gpus/*"):
         files = SYSTEM / "bus/pci/devices" / gpu.name
-        node = int((files / "numa_node").read_text())  # -1 on machines with one socket
-        local_mask = int((files / "local_cpus").read_text().replace(",", ""), 16)
+        try:
+            node = int((files / "numa_node").read_text())  # -1 on machines with one socket
+            local_mask = int((files / "local_cpus").read_text().replace(",", ""), 16)
+        except OSError:  # a container may hide parts of /sys
+            continue
         usable = os.sched_getaffinity(0)
         near = sum(local_mask >> core & 1 for core in usable)
         found = f"GPU {gpu.name} is at node {node}, as are {near} of {len(usable)} usable cores"

@@ -53,7 +53,7 @@ def tune(
     Args:
         dataset: any map-style dataset, of fastdata or not. If it is still being prepared, up to 512
             samples are prepared for the probes; they stay prepared.
-        batch_size: number of samples in a batch.
+        batch_size: number of samples in a batch, unless ``parameters`` has values for it.
         max_seconds: time limit in seconds. When it is over, the best settings so far are returned.
         parameters: names of the loader's arguments with the values to choose from, numbers in
             ascending order; by default ``num_workers``, ``workers`` (threads or processes) and
@@ -86,9 +86,8 @@ def tune(
     space = parameters or _usual_space(dataset)
     usual = min(_WORKERS_PER_GPU, usable_cores())
     counts = space.get("num_workers", [usual])
-    start = {name: values[0] for name, values in space.items()}
+    start = {"batch_size": batch_size} | {name: values[0] for name, values in space.items()}
     start["num_workers"] = min(counts, key=lambda count: abs(count - usual))
-    start["batch_size"] = batch_size
     began = time.perf_counter()
     with progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress) as bar:
         judge = Judge(prepare_some(dataset), collate_fn or collate, began + max_seconds, bar)
