@@ -24,6 +24,7 @@ from fastdata.errors import CacheError, RemoteError, SampleError
 from fastdata.sources.remote import Place
 from fastdata.stores import mirror as mirror_module
 from fastdata.stores import segments as segments_module
+from fastdata.stores.cache import Cache
 from fastdata.stores.find import find_cache
 from fastdata.tools.inspect import inspect_caches
 
@@ -327,6 +328,26 @@ def test_what_comes_again_is_checked_again(tmp_path: Path, monkeypatch: pytest.M
         check(dataset)
         check(dataset)
     assert not spoiled
+
+
+def test_a_segment_that_is_evicted_during_a_check_is_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check of bytes that another thread has evicted since is no check of the bytes that come next."""
+    cache = Cache.read(find_cache(upload(tmp_path)))
+    with contextlib.closing(cache.open_part(0, None, tmp_path / "local")) as store:
+        check_sample = store._check
+        checked = []
+
+        def check_and_evict(index: int) -> None:
+            check_sample(index)
+            checked.append(index)
+            store.evict(np.array([index]))
+
+        monkeypatch.setattr(store, "_check", check_and_evict)
+        store.ensure(np.array([3]))
+        store.ensure(np.array([3]))
+    assert checked == [3, 3]
 
 
 def test_damage_behind_the_url_is_an_error(tmp_path: Path) -> None:

@@ -124,8 +124,10 @@ class MirroredStore(DiskStore):
             return
         self.load(unchecked)
         for index in unchecked.tolist():
+            # Read before the check: another thread may evict the segment after it.
+            evictions = self._evictions[self._file_of[index]]
             self._check(index)
-            self._checked[index] = self._evictions[self._file_of[index]]
+            self._checked[index] = evictions
 
     def _check(self, index: int) -> None:
         try:

@@ -1,4 +1,6 @@
-"""The commands of ``fastdata``, one file each, and the code they share. Nothing imports this wing.
+"""The commands of ``fastdata``, one file each, and the code that they share.
+
+Only the package's own ``__init__.py`` imports from this wing.
 
 __main__.py     the command line
 bench.py        published recipes, by torchvision and by fastdata

@@ -79,8 +79,9 @@ def measure_rate(loader: Iterable[object], *, seconds: float, limit_s: float = m
 
 def shuffled(dataset: Sized, seed: int = 0) -> RandomSampler:
     """Return a sampler of shuffled indices without an end; equal seeds give equal orders."""
-    generator = torch.Generator().manual_seed(seed)
-    return RandomSampler(dataset, num_samples=1 << 60, generator=generator)
+    return RandomSampler(
+        dataset, num_samples=1 << 60, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def is_kept(dataset: object) -> bool:

@@ -98,6 +98,8 @@ def prune(options: argparse.Namespace) -> int:
     if not removals:
         print(f"nothing to remove in {options.cache}")
         return 0
-    size = format_bytes(sum(removal.size_bytes for removal in removals))
-    print(f"{size} {'would be removed' if options.dry_run else 'removed'}")
+    print(
+        format_bytes(sum(removal.size_bytes for removal in removals)),
+        "would be removed" if options.dry_run else "removed",
+    )
     return 0
