@@ -74,7 +74,7 @@ static void splice(const Output *output, const Blended *row, int64_t bytes, uint
         }
 }
 
-/* Write `count` values from place `at` of a row on, of plane c or of all channels, in the batch's dtype. */
+/* Write `count` values of a sample, from value `at` on, in the batch's dtype: values of plane c, or of whole pixels. */
 static void put(const Output *output, bool converts, int32_t c, const uint8_t *in, int64_t at, int64_t count, uint8_t *out) {
     const int64_t bytes = ITEM_BYTES[output->table->values.dtype];
     if (converts) write_run(output, c, in + at, count, out);

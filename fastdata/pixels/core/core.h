@@ -55,8 +55,9 @@ enum { MAX_CHANNELS = 4 };
 enum { MAX_OPS = 256 };  /* per sample */
 enum { MAX_MEANS = 6 };
 
-/* A view of an image: column x of row y of plane c is at data[c * plane + y * row + x * pixel]. Negative strides mirror
- * it. "Packed" means pixel == 1, row == width and plane == height * width. */
+/* A view of an image: column x of row y of plane c is value c * plane + y * row + x * pixel of `data`. Values are uint8, except
+ * those of a batch in `rewrite`. Negative strides mirror a view. "Packed" means pixel == 1, row == width and
+ * plane == height * width. */
 typedef struct {
     uint8_t *data;
     int64_t plane, row, pixel;
@@ -116,8 +117,8 @@ typedef struct {
 #define FUNCTION(result, name, ...) EXPORT result name(__VA_ARGS__);
 #include "records.h"
 
-/* A sample while its steps are drawn. A probe draws nothing: it follows every choice and refuses no size, to find out which
- * size samples will have. is_known: all samples have this size, whatever is drawn. */
+/* A sample while its steps are drawn. A probe draws nothing: it follows every choice and refuses no size, to find the size that
+ * samples will have. is_known: all samples of the stored size have this size, whatever is drawn. */
 typedef struct {
     const Table *table;
     uint64_t key, turn;   /* from sample_key and turn_of */
@@ -145,7 +146,7 @@ int64_t integer(const Drawing *d, int64_t at, int64_t draw, int64_t count); /* i
 bool deny(Drawing *d, const Step *step, int32_t reason); /* notes a refusal; returns false, for the caller to return */
 bool is_domain(Drawing *d, const Step *step, int32_t domain); /* false: no such domain, refused */
 Op *add(Drawing *d, const Step *step, int32_t code); /* a new op with a record of zeros; NULL: refused */
-bool set_size(Drawing *d, int64_t height, int64_t width, int how);
+bool set_size(Drawing *d, int64_t height, int64_t width, int how); /* always true, for the caller to return */
 bool leaves_pixels(Drawing *d, const Step *step); /* false: no pixel is left, or too many to be counted; refused */
 int64_t truncated(double value); /* rounded towards 0, and limited to the range of int32 */
 double remainder_of(double value, double by); /* with the sign of `by`, as in Python */
@@ -153,7 +154,7 @@ double remainder_of(double value, double by); /* with the sign of `by`, as in Py
 bool draw_box(const Drawing *d, int64_t at, int64_t first, const double scale[2], const double log_ratio[2], double share,
               bool is_crop, Box *box);
 
-/* draw_name of each step draws its ops; false: refused. */
+/* draw_NAME draws the ops of the step of that name; false: refused. */
 #define STEP(CODE, name, ...) bool draw_##name(Drawing *d, const Step *step);
 #include "records.h"
 
@@ -175,8 +176,8 @@ typedef struct {
     struct Decoder *decoder; /* of jpeg.c */
 } Scratch;
 
-/* At least `bytes` of memory, aligned to 64; up to 64 bytes behind it may be read and written. NULL: no memory. If the slot
- * grows, its contents are lost. Kernels own SLOT_WORK and SLOT_WORK_2 while they run. */
+/* At least `bytes` of memory, aligned to 64. Vectors may read and write up to 64 bytes behind it. NULL: no memory. If the slot
+ * has to grow, its contents are lost. Kernels own SLOT_WORK and SLOT_WORK_2 while they run. */
 void *take(Scratch *scratch, int slot, int64_t bytes);
 Scratch *borrow(void); /* NULL: no memory */
 void give_back(Scratch *scratch);
@@ -192,8 +193,8 @@ typedef struct {
     Scratch *scratch;
 } Sample;
 
-/* run_name of each op applies it to a sample; it returns OK, or the reason of a refusal. An op may change the next op, to
- * leave a part of its work to it. OP_NOTHING follows the last op of a sample, so there is always a next one. */
+/* run_NAME applies the op of that name to a sample, and returns OK or the reason of a refusal. An op may change the next op, to
+ * share its work with it. OP_NOTHING follows the last op of a sample, so there always is a next op. */
 #define OP(CODE, name, ...) int run_##name(Sample *sample, Op *op);
 #include "records.h"
 
@@ -219,9 +220,9 @@ static inline void copy_row(const uint8_t *restrict in, int64_t pixel, int64_t c
         for (int64_t x = 0; x < count; x++) out[x] = in[x * pixel];
 }
 
-/* sample.c, for ops. `room` gives an image of that size in the buffer that the sample does not use; `become` makes it the
- * sample's image. `own` copies the image to packed memory that may be written. `settle` applies a pending table. False: no
- * memory. */
+/* sample.c, for ops. `room` makes an empty image of that size in the buffer that the sample does not use; `become` makes it the
+ * sample's image. `own` copies the sample's image to packed memory that may be written, if it is not there. `settle` applies
+ * the pending table. False: no memory. */
 void pack_image(Image *image, uint8_t *data);
 void copy_image(const Image *in, const Image *out);
 bool room(Sample *sample, int32_t channels, int32_t height, int32_t width, Image *out);
@@ -241,7 +242,7 @@ double support_of(int filter);
 /* The number of input pixels for one output pixel, rounded as OpenCV's resize computes it. */
 INLINE double cv_scale(int64_t from, int64_t to) { return 1 / ((double)to / (double)from); }
 
-/* cv_resize.c: OpenCV's filters that sum integers, and a test if an op is one of these. */
+/* cv_resize.c: OpenCV's filters that sum integers; resizes_whole: true if an op uses one of them. */
 Kernel resize_whole;
 bool resizes_whole(const Op *op, const Image *in);
 
@@ -252,14 +253,14 @@ INLINE int32_t filter_of(int32_t filter, bool shrinks_by_area, Box box, int64_t 
     return shrinks_by_area && (height < box.height || width < box.width) ? CV_AREA : filter;
 }
 
-/* sizes.c: true if only the part of a resize is made that the next window cuts out; and the part of the box that this part
- * depends on. */
+/* sizes.c. is_cut: true if a resize makes only the part of its result that the next window cuts out. resize_reads: the part of
+ * the box that is read for it. */
 bool is_cut(const Op *op, const Op *next);
 Box resize_reads(const Op *op, const Box *cut);
 
-/* cv_warp.c: ops whose pixels are taken at places of floats. `places` gives those of n pixels of a row from column `first` on,
- * with up to 15 behind the last column; `map` is what it finds them by. Such an op is drawn by `add_by_places` (cv_maps.c),
- * and its kernel is run by `remake_by_places`. */
+/* cv_warp.c: ops that read each pixel at a place of the image that is given in floats. `places` computes the places of n pixels
+ * of a row from column `first` on, among them up to 15 columns behind the last one; `map` is its data. Such an op is drawn by
+ * `add_by_places` (cv_maps.c), and its kernel is run by `remake_by_places`. */
 typedef void FindPlaces(const void *map, int64_t row, int64_t first, int64_t n, float *restrict x, float *restrict y);
 bool take_places(const Op *op, const CvWarp *how, FindPlaces *places, const void *map, const Image *in, const Image *out,
                  Scratch *scratch);
@@ -281,8 +282,8 @@ int rewrite(const Op *op, const Image *image, const Values *served);
 /* cv_dropout.c: OP_GRID, as `rewrite` */
 int rewrite_grid(const Op *op, const Image *image, const Values *served);
 
-/* cv_filter.c: sums in the order of OpenCV. A tap adds weight * (one[x] + other[x]), or, if that is NULL, of one alone;
- * whole LANEs are read. */
+/* cv_filter.c: sums in the order of OpenCV. A tap adds weight * (one[x] + other[x]) to value x, or weight * one[x] if `other`
+ * is NULL. LANE values at a time are read. */
 enum { LANE = 32, MOST_TAPS = 256 };
 typedef struct {
     const float *one, *other;
@@ -325,7 +326,7 @@ bool measure(Values *v, const Image *image, Scratch *scratch);
 
 /* values.c: write an image in the dtype and memory format of an output; false: no memory. */
 bool write_values(const Output *output, const Image *image, uint8_t *out, Scratch *scratch);
-/* Convert a run of uint8 to the output's dtype, in the order of its memory: values of plane c, or of whole pixels. */
+/* Convert a run of uint8 to the output's dtype: values of plane c, or whole pixels if the output is channels_last. */
 void write_run(const Output *output, int32_t c, const uint8_t *in, int64_t count, uint8_t *out);
 /* Convert such runs of two samples and mix them, in one pass. False, and nothing written, if that would not be faster. */
 bool blend_run(const Output *output, int32_t c, const uint8_t *own, const uint8_t *other, int64_t count, float share,
@@ -335,7 +336,7 @@ INLINE int64_t row_bytes(const Output *output) {
     return (int64_t)output->channels * output->height * output->width * ITEM_BYTES[output->table->values.dtype];
 }
 
-/* blend.c. False: the table is not sound. */
+/* blend.c: check the output and count its rows. False: its table is not sound. */
 bool can_blend(const Blending *blending);
 /* Write the rows, from *next on, whose samples are complete once `sample` is made; OK, or the reason of a refusal. */
 int blend_after(const Blending *blending, int64_t sample, int64_t *next, Scratch *scratch, Refusal *refusal);

@@ -94,8 +94,8 @@ static bool blur_mean(const Op *op, const Image *in, const Image *out, Scratch *
     return true;
 }
 
-/* The medians of MEDIAN_LANE pixels, bit by bit: the largest levels that at most half of the pixels are below. All is done
- * on bytes, for vectors of one length. */
+/* The medians of MEDIAN_LANE pixels. A median is the largest level that at most half of the pixels are below; it is found bit by
+ * bit, from the highest on. All numbers are bytes, so that all vectors have one length. */
 static void find_medians(const uint8_t *const *rows, int64_t size, int64_t x, uint8_t *restrict to) {
     const uint8_t half = (uint8_t)(size * size / 2);
     uint8_t level[MEDIAN_LANE] = {0};
@@ -113,7 +113,7 @@ static void find_medians(const uint8_t *const *rows, int64_t size, int64_t x, ui
     memcpy(to + x, level, sizeof level);
 }
 
-/* OpenCV: medianBlur, whose borders repeat the last pixels. */
+/* OpenCV: medianBlur, whose borders repeat the pixels at the edge. */
 static bool blur_median(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     const int64_t height = in->height, width = in->width, size = op->cv_blur.size, radius = size / 2;
     const int64_t wide = (width + MEDIAN_LANE - 1) / MEDIAN_LANE * MEDIAN_LANE, row = wide + 2 * MEDIAN_LANE;

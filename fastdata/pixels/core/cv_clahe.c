@@ -113,7 +113,7 @@ static void from_lab(Image *image, Scratch *scratch) { /* after to_lab, so that 
 
 /* CLAHE */
 
-/* The tables of a tile's histogram, clipped and spread. */
+/* The table of a tile. Counts of its histogram above `limit` are spread over all levels. */
 static void equalize_tile(const uint8_t *tile, int64_t row, int32_t height, int32_t width, int32_t limit, uint8_t table[256]) {
     int32_t count[256] = {0}, clipped = 0, sum = 0;
     for (int32_t y = 0; y < height; y++)
@@ -137,7 +137,7 @@ static int32_t reflected(int32_t at, int32_t length) {
     return least(at < length ? at : period - at, length - 1);
 }
 
-/* A plane, padded to whole tiles. If only one side needs padding, OpenCV pads the other by a whole tile. */
+/* A plane, padded to whole tiles. If only one side needs padding, OpenCV pads the other one, too, by a pixel for each tile. */
 static void extend(const Image *image, uint8_t *out, int32_t height, int32_t width) {
     for (int32_t y = 0; y < height; y++) {
         const uint8_t *row = image->data + (int64_t)reflected(y, image->height) * image->width;

@@ -114,7 +114,8 @@ typedef struct {
  * camera is half a pixel from that of the old one. */
 static void camera_places(const void *map, int64_t row, int64_t first, int64_t n, float *restrict x, float *restrict y) {
     const Lens *lens = map;
-    const double w = lens->width, h = lens->height, k = (float)lens->amount, left = (w - 1) * 0.5, v = ((double)row - (h - 1) * 0.5) / h;
+    const double w = lens->width, h = lens->height, k = (float)lens->amount, left = (w - 1) * 0.5;
+    const double v = ((double)row - (h - 1) * 0.5) / h;
     for (int64_t i = 0; i < n; i++) {
         const double u = ((double)(int32_t)(first + i) - left) / w, r2 = u * u + v * v, by = (k * r2 + k) * r2 + 1;
         x[i] = (float)(w * (u * by) + w / 2), y[i] = (float)(h * (v * by) + h / 2);

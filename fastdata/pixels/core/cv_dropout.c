@@ -83,8 +83,8 @@ static double number_of(uint64_t key, int64_t number) {
     return (double)(int64_t)(scramble(key + (uint64_t)number * GAMMA) >> 11) * 0x1p-53;
 }
 
-/* The cells of a side, one after the other. `longer` of the `left` cells to come are one pixel longer than `least`; each of
- * them may be one of these with the same probability. */
+/* The cells of a side, one after the other. `longer` of the `left` cells to come are one pixel longer than `least`. Each of the
+ * cells to come is one of them with the same probability. */
 typedef struct {
     uint64_t key;
     int64_t least, longer, left, first, length;

@@ -22,7 +22,7 @@ bool draw_cv_elastic(Drawing *d, const Step *step) {
     return true;
 }
 
-/* One field of floats: the moves along x of all rows, then, unless both are the same, those along y. */
+/* One field of floats: the moves of all pixels along x, and, unless both are the same, below them those along y. */
 typedef struct {
     int64_t height, width, wide; /* of both; rows are `wide` apart */
     int64_t below;               /* rows from a move along x to that along y */

@@ -57,7 +57,7 @@ static Op *add_cv_warp(Drawing *d, const Step *step, const CvWarp *how) {
     return op;
 }
 
-/* Affine._get_scale: balanced, the smaller and the larger sizes are as likely as each other. */
+/* Affine._get_scale. is_balanced: sizes below and above 1 are equally likely. */
 static double scale_by(const Drawing *d, int64_t at, int64_t draw, const double range[2], bool is_balanced) {
     const bool shrinks = range[0] < 1, enlarges = range[1] > 1;
     if (!is_balanced) return between(d, at, draw, range[0], range[1]);
@@ -164,7 +164,7 @@ static float side_length(float *a, float *b) {
     const float x = a[0] - b[0], y = a[1] - b[1], length = sqrtf(x * x + y * y);
     if (!(length < 2)) return length;
     const float apart = (2 - length) / 2;
-    for (int k = 0; k < 2; k++) { /* as written there, where what is greater is asked again after each move */
+    for (int k = 0; k < 2; k++) { /* as albumentations does: it compares again after each move */
         if (a[k] > b[k]) a[k] += apart;
         if (a[k] > b[k]) b[k] -= apart;
         if (a[k] <= b[k]) a[k] -= apart;

@@ -1,5 +1,5 @@
-/* Kernels of OP_RESIZE with the pixels of OpenCV's resize for uint8 where that sums whole numbers: linear, exact linear,
- * cubic, Lanczos, and averages of whole blocks. resize.c has the filters that take floats.
+/* Kernels of OP_RESIZE with the pixels of OpenCV's resize for uint8 where OpenCV sums integers: linear, exact linear,
+ * cubic, Lanczos, and averages of whole blocks. resize.c has the filters that use floats.
  *
  * References are functions of OpenCV's modules/imgproc/src/resize.cpp, which has channels side by side.
  */
@@ -12,7 +12,7 @@
 
 enum { COEF_BITS = 11, EXACT_BITS = 8, CUBIC_TAPS = 4, LANCZOS_TAPS = 8 };
 enum { WINDOW = 16, COLUMNS = 8 }; /* pixels that a shuffle chooses from; columns at a time */
-enum { RING = 8, ALIGN = 32 };     /* rows that are kept; what their length is a multiple of */
+enum { RING = 8, ALIGN = 32 };     /* rows that are kept; their length is a multiple of ALIGN */
 
 /* One axis: pixel i of the `to` that are made is the sum of pixels place[i * taps + k], times weight[i * taps + k]. */
 typedef struct {
@@ -71,8 +71,8 @@ static void weigh_place(const Axis *a, int64_t i, int64_t base, float share) {
     }
 }
 
-/* hal::resize. For the linear filter the places of columns end at those of the image, while rows outside of it are those at
- * its edge. `is_area`: as INTER_AREA enlarges. */
+/* hal::resize. With the linear filter, a column whose place is outside of the image has the weight of one pixel at the edge; a
+ * row keeps both weights, and both rows are that at the edge. `is_area`: as INTER_AREA enlarges. */
 static void weigh(const Axis *a, int64_t wanted, int64_t first, bool is_area, bool is_columns) {
     const double scale = cv_scale(a->from, wanted), inverse = (double)wanted / (double)a->from;
     for (int64_t i = 0; i < a->to; i++) {
@@ -106,8 +106,8 @@ static void weigh_exactly(const Axis *a, int64_t wanted, int64_t first) {
 
 /* Linear: sums along rows are shifted to 15 bits, products along columns to 16 (HResizeLinear, VResizeLinear) */
 
-/* Four columns after the other, up to a whole number of COLUMNS, of which the last one is repeated. False where the pixels
- * of four lie too far apart. */
+/* Plan four columns at a time, up to a whole number of COLUMNS: the last column is repeated. False if the pixels of four columns
+ * are too far apart for WINDOW bytes. */
 static bool plan_quartets(const Axis *a, Quartet *quartet) {
     int64_t base = INT32_MIN;
     if (a->from < WINDOW) return false;
@@ -129,7 +129,7 @@ static bool plan_quartets(const Axis *a, Quartet *quartet) {
     return true;
 }
 
-/* LANES rows at a time; `to` have room for a whole number of COLUMNS. */
+/* Sum LANES rows at a time. Rows of `to` have room for a whole number of COLUMNS. */
 static void sum_quartets(const Quartet *quartet, int64_t width, const uint8_t *const *from, int16_t *const *to) {
     Vec window = {0};
     uint8_t *rows[LANES];
@@ -161,8 +161,9 @@ static void mix_rows(const int16_t *restrict upper, const int16_t *restrict lowe
     }
 }
 
-/* Number the rows that count from 0 on, and replace the places of `rows` by these numbers. Rows follow one another, so
- * each place is one of the last two numbers, or new. Returns how many there are. */
+/* Number the rows of the image that are read, from 0 on, and replace the places in `rows` by these numbers. The two places of an
+ * output row are never above those of the row before, so each is one of the last two, or new. Returns the number of rows;
+ * `source` gets their places in the image. */
 static int64_t number_rows(const Axis *rows, int32_t *source) {
     int64_t count = 0;
     for (int64_t k = 0; k < 2 * rows->to; k++) {
@@ -225,7 +226,7 @@ static void mix_sums(const int32_t *const *from, const int16_t *weight, int64_t 
     }
 }
 
-/* VResizeCubicVec_32s8u: in float32 as long as there are eight values. */
+/* VResizeCubicVec_32s8u: in float32, for whole groups of eight values. */
 static void mix_floats(const int32_t *const *from, const int16_t *weight, int64_t width, uint8_t *restrict to) {
     const float part = 1.0f / (1 << 2 * COEF_BITS);
     const float a = weight[0] * part, b = weight[1] * part, c = weight[2] * part, d = weight[3] * part;
@@ -274,7 +275,7 @@ static bool resize_exactly(const Op *op, const Axis *rows, const Axis *columns, 
 
 /* Averages of blocks of whole pixels: ResizeAreaFast_Invoker, which rounds blocks of 2 x 2 up, and others to even */
 
-/* By how much an axis shrinks, if that is a whole number; else 0. */
+/* The factor by which an axis shrinks, if it is a whole number; otherwise 0. */
 static int64_t whole_scale(int64_t from, int64_t to) {
     const double scale = cv_scale(from, to), whole = rint(scale);
     return fabs(scale - whole) < DBL_EPSILON && from % to == 0 ? (int64_t)whole : 0;
@@ -323,7 +324,7 @@ bool resizes_whole(const Op *op, const Image *in) {
     return has_blocks(op, in) || !averages(op, in);
 }
 
-/* As many rows and columns of the resized image as `out` has, from the first ones on; `in` is the box. */
+/* As many rows and columns of the resized image as `out` has, from op->resize.first_row and first_column on; `in` is the box. */
 bool resize_whole(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     const int32_t filter = op->resize.interpolation, height = op->resize.height, width = op->resize.width;
     const bool is_linear = filter == CV_LINEAR || filter == CV_AREA, is_exact = filter == CV_LINEAR_EXACT;

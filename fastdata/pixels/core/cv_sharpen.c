@@ -105,7 +105,7 @@ typedef struct {
     Tap taps[MOST_SHARPENED];
 } Softener;
 
-static void soften_row(Softener *s, int64_t y) { /* what is in the line, without its borders */
+static void soften_row(Softener *s, int64_t y) { /* blur the line to row y; first it gets borders */
     widen_floats(s->line, s->width, s->radius);
     const int64_t count = row_taps(s->line, s->half, s->radius, true, s->taps);
     add_taps(s->taps, count, s->width, s->fused_until, s->rows + y * s->wide);

@@ -17,7 +17,7 @@ static bool resize_all(Drawing *d, const Step *step, int32_t filter, bool shrink
     return add_resize(d, step, filter_of(filter, shrinks_by_area, whole, h, w), V1_DOMAIN, whole, h, w, how);
 }
 
-/* LongestMaxSize and SmallestMaxSize: both sides are multiplied by one number, and rounded to even halves. */
+/* LongestMaxSize and SmallestMaxSize: both sides are multiplied by one number, and rounded to the nearest, halves to even. */
 bool draw_max_size(Drawing *d, const Step *step) {
     const double height = (double)d->height, width = (double)d->width;
     const bool is_smallest = step->max_size.is_smallest;

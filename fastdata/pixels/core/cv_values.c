@@ -151,7 +151,7 @@ static void equalize_pil(const uint32_t count[256], int64_t size, uint8_t table[
 /* albumentations: get_histogram_bounds. */
 static void find_bounds(const uint32_t count[256], int64_t size, double cutoff, int *low, int *high) {
     int64_t sum = 0;
-    const float cut = (float)(cutoff != 0 ? (double)size * cutoff / 100 : 0.5); /* no cutoff: to the first pixel */
+    const float cut = (float)(cutoff != 0 ? (double)size * cutoff / 100 : 0.5); /* no cutoff: up to the first pixel */
     int first = 0, last = 255;
     while (first < 255 && (float)(sum += count[first]) < cut) first++;
     sum = 0;

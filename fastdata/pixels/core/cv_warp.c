@@ -1,9 +1,9 @@
 /* OpenCV's warpAffine, warpPerspective and remap on uint8: the place in the image for each pixel, and the value there.
  *
- * OpenCV has two programs. The older one rounds places to 1/32 of a pixel (modules/imgproc/src/imgwarp.cpp); the newer one
- * computes in floats (warp_kernels.simd.hpp), as many pixels at a time as a vector of the processor holds (`lanes`), and the
- * pixels at the end of a row by another formula. The image is copied to pixels of four bytes, with EDGE more on each side that
- * are filled by the border mode, so that the loops over a row check no border. Rows are processed in runs of pixels.
+ * OpenCV has two programs. The older one rounds places to 1/32 of a pixel (modules/imgproc/src/imgwarp.cpp). The newer one
+ * computes in floats (warp_kernels.simd.hpp), as many pixels at a time as a vector of the processor holds (`lanes`). It uses
+ * another formula for the pixels at the end of a row. Here the image is first copied to pixels of four bytes, with EDGE more on
+ * each side as the border mode asks, so that the loops over a row check no border. Rows are processed in runs of pixels.
  */
 #include "core.h"
 
@@ -13,9 +13,9 @@
 enum { RUN = 128, BLOCK = 16, EDGE = 2, TAPS = 4, SHARES = 32 };
 
 typedef struct {
-    int32_t x[RUN], y[RUN];         /* the pixel at each place, or the one before it */
-    int32_t right[RUN], below[RUN]; /* shares of its neighbours, of SHARES */
-    float dx[RUN], dy[RUN];         /* the same where places are floats */
+    int32_t x[RUN], y[RUN];         /* the pixel at each place, or the one to the left and above */
+    int32_t right[RUN], below[RUN]; /* shares of the next pixels, in units of 1 / SHARES */
+    float dx[RUN], dy[RUN];         /* places in floats; then the same shares in floats */
     int32_t at[RUN];                /* offset of the upper left pixel */
     uint32_t tap[TAPS][RUN];
 } Run;
@@ -28,7 +28,7 @@ typedef struct {
     int64_t height, width, stride;  /* of the image that is read */
     int64_t wanted;                 /* columns that are made */
     uint32_t *pixels;               /* pixel (0, 0), with EDGE around all */
-    const int32_t *along_x, *along_y; /* by which a column moves a place, in 1/1024 of a pixel */
+    const int32_t *along_x, *along_y; /* how far each column moves a place, in 1/1024 of a pixel */
     float map[9];
 } Work;
 
@@ -160,7 +160,7 @@ static void place(const Work *work, const Image *out, int64_t first, int64_t row
 
 /* Pixels at places */
 
-/* Offsets of places. True if all are among the pixels that are laid out; else `take_folded` has to find each. */
+/* Offsets of places. True if all of them are in the copy with its edges; otherwise `gather_folded` must be used. */
 static bool aim(const Work *work, int64_t n, Run *restrict run) {
     const int32_t border = work->how->border, stride = (int32_t)work->stride;
     const int32_t right = (int32_t)work->width, bottom = (int32_t)work->height;
@@ -183,7 +183,7 @@ INLINE void gather(const Work *work, int size, int64_t n, Run *restrict run) {
     }
 }
 
-/* Places of which some are further outside than fold_near takes, moved by whole periods of the border. */
+/* Move places by whole periods of the border, if some are further outside than fold_near allows. */
 static void come_near(int32_t side, int32_t border, int64_t n, int32_t *restrict places) {
     const int64_t period = border == CV_WRAP ? side : 2 * (int64_t)side - (border == CV_REFLECT_101 ? 2 : 0);
     int32_t low = 0, high = 0;
@@ -202,7 +202,7 @@ INLINE int32_t fold_near(int32_t place, int32_t next, int32_t side, int32_t bord
     return clamp(p < 0 ? before : p < side ? p : behind, 0, side - 1);
 }
 
-/* Where the border reflects or repeats the image, and places are outside. */
+/* As `gather`, for places outside of the image if the border reflects or repeats it. */
 static void gather_folded(const Work *work, int size, int64_t n, Run *restrict run) {
     const int32_t border = work->how->border, stride = (int32_t)work->stride;
     const int32_t height = (int32_t)work->height, width = (int32_t)work->width;
@@ -252,7 +252,7 @@ static uint32_t fill_of(const Work *work, int32_t channels) {
     return fill;
 }
 
-/* The image as pixels of four bytes, of which `channels` count, with EDGE more on each side. */
+/* Copy the image to pixels of four bytes, one for each of at most four channels, with EDGE more pixels on each side. */
 static void lay(Work *work, const Image *in) {
     const int64_t w = in->width, h = in->height, stride = work->stride;
     const int32_t border = work->how->border;
@@ -279,7 +279,7 @@ static void lay(Work *work, const Image *in) {
         }
 }
 
-/* All pixels of an image; `work` tells how, and how places are found. */
+/* Make all pixels of an image by the op, the border and the places of `work`. */
 static bool take_pixels(Work *work, const Image *in, const Image *out, Scratch *scratch) {
     const int64_t h = out->height, w = out->width, stride = in->width + 2 * EDGE;
     uint32_t *pixels = take(scratch, SLOT_WORK, 4 * stride * (in->height + 2 * EDGE));

@@ -114,7 +114,7 @@ static void meet(Drawing *after, const Drawing *other) {
     after->is_known = after->is_known && other->is_known && same;
 }
 
-/* Probe all children, of which a sample runs one, or none unless `is_whole`. The size after them is known if all agree. */
+/* Probe all children. A sample runs one of them, or, unless `is_whole`, none. The size is known if it is the same after each. */
 static bool probe_each(Drawing *d, const Step *step, bool is_whole) {
     const Step *children = d->table->steps + step->first;
     Drawing seen = *d;

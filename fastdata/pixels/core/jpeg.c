@@ -157,7 +157,7 @@ enum { SHORT = 3, LONG, RATIONAL, UNDEFINED = 7 }; /* types of values */
 /* Size in bytes of a value of each type that Pillow reads; 0: Pillow skips such an entry. */
 static const uint8_t TYPE_BYTES[] = {0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8};
 
-/* Find entries in the first directory of TIFF data. False if anything in it is unusual: then Pillow's result
+/* Find entries in the first directory of TIFF data. False if anything in it is unusual: then what Pillow finds
  * (ImageFileDirectory_v2.load of TiffImagePlugin.py) depends on the order of entries, and Pillow may warn. */
 static bool find_entries(const uint8_t *tiff, int64_t size, Entry *wanted, int count, bool *is_big) {
     if (size < 8) return false;
@@ -191,9 +191,9 @@ static bool is_one(const Entry *entry, uint32_t type, bool big) {
     return number(entry->at + 2, 2, big) == type && number(entry->at + 4, 4, big) == 1;
 }
 
-/* The orientation that Pillow finds in EXIF data; 1 if there is none, 0 if Pillow must open the file. The resolution is also
- * checked: if a file has no other, Pillow reads it from the EXIF (_read_dpi_from_exif of JpegImagePlugin.py), and refuses the
- * file for some values. */
+/* The orientation that Pillow finds in EXIF data; 1 if there is none, 0 if Pillow must open the file. The resolution is checked,
+ * too: Pillow reads it from the EXIF if the file has no other (_read_dpi_from_exif of JpegImagePlugin.py), and refuses files with
+ * some values of it. */
 static int32_t orientation_of(const uint8_t *tiff, int64_t size) {
     Entry wanted[] = {{.tag = 0x112}, {.tag = 0x11A}, {.tag = 0x128}};
     const Entry *turn = wanted, *resolution = wanted + 1, *unit = wanted + 2;
@@ -316,8 +316,8 @@ static bool ends_well(const uint8_t *at, const uint8_t *end) {
     return false;
 }
 
-/* True if a part of an image can be decoded with the pixels that it has in the whole image. That fails if libjpeg smooths
- * blocks over their neighbours, which it does for progressive files with missing scans, and for unusual sampling factors. */
+/* True if a part of an image can be decoded alone, with the pixels that it has in the whole image. It cannot if libjpeg smooths
+ * blocks with their neighbours, as it does for progressive files with missing scans, or if sampling factors are unusual. */
 static bool has_parts(const Head *head) {
     for (int c = 0; c < head->components; c++) {
         const Component *each = head->component + c;
@@ -329,8 +329,8 @@ static bool has_parts(const Head *head) {
     return true;
 }
 
-/* For each plane and each of three vectors of 16 bytes (together 16 RGB pixels): the byte of the vector that goes to each place
- * of the plane; 0x80 for none. */
+/* Three vectors of 16 bytes hold 16 RGB pixels. For each plane, vector and place in the plane: the byte of the vector that goes
+ * there; 0x80 for none. */
 typedef uint8_t Places[3][3][16];
 
 static void find_places(Places places) {

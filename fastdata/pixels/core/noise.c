@@ -154,9 +154,8 @@ static void move_values(const uint8_t *in, int64_t from, int64_t count, int64_t 
     for (int64_t i = 0; i < count; i++) memcpy(out + i * to * bytes, in + i * from * bytes, (size_t)bytes);
 }
 
-/* OP_ERASE and OP_NOISE, on an image of uint8, or after the conversion on the floats of the batch, normalised or not:
- * torchvision's RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing, and the holes of
- * albumentations. */
+/* OP_ERASE and OP_NOISE, on an image of uint8, or after the conversion on the floats of the batch, normalised or not.
+ * torchvision: RandomErasing, gaussian_noise_image (v2/functional/_misc.py); timm: RandomErasing; albumentations: holes. */
 int rewrite(const Op *op, const Image *image, const Values *served) {
     if (op->code == OP_GRID) return rewrite_grid(op, image, served);
     const bool erases = op->code == OP_ERASE;

@@ -11,7 +11,7 @@
  * RECORD(Name, fields)             a struct
  * STEP(CODE, name, fields)         a step of a transform, for all samples: step->name, drawn by draw_name
  * CHILD(CODE, name, fields)        the same for a step that only its parent draws
- * OP(CODE, name, fields)           a step as drawn for one sample: op->name, run by run_name
+ * OP(CODE, name, fields)           an op, drawn from a step for one sample: op->name, run by run_name
  * REFUSAL(CODE, name, fields)      why a sample is refused: refusal->name holds the numbers for the message
  * FUNCTION(result, name, arguments)
  *
@@ -49,23 +49,24 @@ ENUM(
     CV_AREA)
 ENUM(PAD_CONSTANT, PAD_EDGE, PAD_REFLECT, PAD_SYMMETRIC, PAD_WRAP)
 ENUM(UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64)
-/* How 255 becomes 1: not at all, by a division, or by a multiplication. SCALE_AFTER: not at all, and the difference from the
- * mean is multiplied by `std`, not divided. */
+/* How 255 becomes 1: not at all, by a division by 255, or by a multiplication with 1 / 255. SCALE_AFTER: not at all, and the
+ * difference from the mean is multiplied by `std`, not divided. */
 ENUM(SCALE_NONE, SCALE_DIVIDE, SCALE_MULTIPLY, SCALE_AFTER)
 ENUM(PLACE_CENTER, PLACE_TOP_LEFT, PLACE_TOP_RIGHT, PLACE_BOTTOM_LEFT, PLACE_BOTTOM_RIGHT, PLACE_RANDOM)
-/* The numbers of an image by which it is normalised: none; mean and deviation; or its range. */
+/* What an image is normalised by, if its own values decide: nothing; their mean and deviation; or their range. */
 ENUM(NO_STATISTIC, OF_IMAGE, OF_CHANNELS, RANGE_OF_IMAGE, RANGE_OF_CHANNELS)
 ENUM(FREE_SIZE, MULTIPLIED_SIZE, SHORT_BOUND, LONG_BOUND)
 ENUM(FILLED, NORMAL_PIXELS, NORMAL_CHANNELS, UNIFORM_PIXELS, UNIFORM_CHANNELS) /* contents of an erased rectangle */
 ENUM(MIX_BEGIN, MIX_ADD, MIX_END)
-/* albumentations: what is added to an image that was multiplied by alpha; what happens to each channel; how grey is made;
- * which table a histogram gives. */
+/* albumentations. For CV_LINEAR: what is added to an image that was multiplied by alpha. For CV_CHANNELS: what a channel's number
+ * does. For CV_GREY: how grey is computed. For CV_HISTOGRAM: which table is made from the histogram. */
 ENUM(SHARE_OF_255, SHARE_OF_MEAN, GREY_THAT_STAYS)
 ENUM(CHANNEL_ADD, CHANNEL_MULTIPLY, CHANNEL_POSTERIZE, CHANNEL_GAMMA)
 ENUM(GREY_WEIGHTED, GREY_DESATURATION, GREY_AVERAGE, GREY_LARGEST, GREY_LIGHTNESS)
 ENUM(EQUALIZE_CV, EQUALIZE_PIL, STRETCH_CDF, STRETCH_PIL)
 ENUM(CV_CONSTANT, CV_REPLICATE, CV_REFLECT, CV_WRAP, CV_REFLECT_101) /* OpenCV's borders, as it numbers them */
-/* The frame of an image after a rotation: it is kept, it grows, all that is not image is cut off, or the image shrinks. */
+/* What happens if a rotated image does not fit into its frame: corners are lost, the frame grows, the frame is cut to a box that
+ * the image fills, or the image shrinks. */
 ENUM(KEEPS_FRAME, EXPANDS_FRAME, CROPS_BORDER, SHRINKS_IMAGE)
 
 /* The kind of a value step, or of an op of a policy. Kinds up to EQUALIZE become a table of 256 entries for each channel, once
@@ -78,17 +79,17 @@ ENUM(
 
 RECORD(Box, int32_t top, left, height, width;)
 RECORD(Border, int32_t left, top, right, bottom, mode, domain;)
-/* How a map of places reads pixels. is_v2: by v2's formula. has_fill: places outside the image get `fill`; otherwise tensors
- * get zeros there, without a mask. */
+/* How a map reads the pixels at its places. is_v2: the matrix is computed by v2's formula. has_fill: places outside the image get
+ * `fill`; otherwise tensors have zeros there. */
 RECORD(Warp, int32_t interpolation, domain, is_v2, has_fill;)
 /* The fields of all policies of torchvision. has_shares: thresholds of Solarize are shares of 255, as in v2. */
 RECORD(Policy, Warp warp; int32_t bins, has_shares;)
 
-/* How OpenCV takes pixels at places. lanes: 0 for its older program, else how many floats the newer one computes at a time;
- * fuses: with products that are not rounded; fills_first: the border is 0 in all channels but the first. */
+/* How OpenCV reads pixels at places. lanes: 0 for its older program, otherwise how many floats the newer one computes at a time.
+ * fuses: products are not rounded before they are added. fills_first: only the first channel of the border has the fill. */
 RECORD(CvWarp, int32_t interpolation, border, lanes, fuses, fills_first;)
 
-/* Steps of a transform. `end` of a sequence: the end of its share of [0, 1), as one of the children of a choice. */
+/* Steps of a transform. `end` of a sequence that is a child of a choice: the end of its share of [0, 1). */
 STEP(SEQUENCE, sequence, double end;)
 STEP(CHOICE, choice, ) /* one of its children, or none */
 STEP(ORDER, order, )   /* its children, in random order */
@@ -103,10 +104,11 @@ STEP(CENTER_CROP, center_crop, int32_t height, width;)
 /* alternates: mirrors in every second epoch, and p is not used. */
 STEP(FLIP, flip, int32_t is_vertical, alternates; double p;)
 
-/* albumentations: RandomRotate90 and D4 (with FLIP); PadIfNeeded and what its crops add first; CenterCrop and Crop.
- * To height x width at least, or to a multiple of the divisors if these are not 0. The image is at `position` among what
- * is added; is_whole_behind: all that is missing is added behind it, and what `position` asks for before it.
- * is_centered: the box is in the middle, whatever its top and left are. */
+/* albumentations: TURN with FLIP is RandomRotate90 and D4; PAD_TO is PadIfNeeded, and the padding before a crop; CUT is
+ * CenterCrop and Crop. PAD_TO pads to height x width at least, or to a multiple of a divisor that is not 0. `position` is the
+ * place of the image in the result. is_whole_behind: all missing rows and columns are added at the bottom and the right, and in
+ * addition those that `position` puts at the top and the left. is_centered: the box is in the middle; its top and left are not
+ * used. */
 STEP(TURN, turn, int32_t quarters;) /* counterclockwise */
 STEP(PAD_TO, pad_to, int32_t height, width, height_divisor, width_divisor, position, mode, is_whole_behind;)
 STEP(CUT, cut, Box box; int32_t is_centered;)
@@ -117,8 +119,8 @@ STEP(CUT, cut, Box box; int32_t is_centered;)
  * shorter or the longer side, and enlarge nothing. */
 STEP(RESIZE, resize, int32_t height, width, longest, bound, interpolation, domain, shrinks_by_area;)
 CHILD(LENGTH, length, int32_t px;)
-/* ours: ResizeToBucket. It chooses the child (bucket) that crops the least of an image. The image is resized so that one side
- * is the bucket's and the other one is at least as long; then the longer side is cropped. */
+/* ours: ResizeToBucket. It chooses the child (bucket) that crops the least of an image. COVER_BUCKET resizes the image so that
+ * one side is the bucket's and the other one is at least as long. BUCKET_CROP then crops the longer side. */
 STEP(COVER_BUCKET, cover_bucket, int32_t interpolation, domain;)
 STEP(BUCKET_CROP, bucket_crop, int32_t is_random;)
 CHILD(BUCKET, bucket, int32_t height, width;)
@@ -126,14 +128,14 @@ STEP(RESIZED_CROP, resized_crop,
     int32_t height, width, interpolation, domain, shrinks_by_area;
     double scale[2], ratio[2], log_ratio[2];)
 
-/* albumentations: SmallestMaxSize and LongestMaxSize (to height and width, 0: any, or a length of one of the children),
- * RandomScale, RandomSizedCrop, RandomCropFromBorders. shrinks_by_area, here and above: CV_AREA is taken where a side
- * gets shorter. margin: the most that is cut off at the left, top, right and bottom, as a share of the side. */
+/* albumentations: MAX_SIZE is SmallestMaxSize and LongestMaxSize, to height and width (0: any), or to the length of one of the
+ * children; then RandomScale, RandomSizedCrop, RandomCropFromBorders. shrinks_by_area, here and above: the filter is CV_AREA if
+ * a side gets shorter. margin: the most that is cut off at the left, top, right and bottom, as a share of the side. */
 STEP(MAX_SIZE, max_size, int32_t height, width, is_smallest, interpolation, shrinks_by_area;)
 STEP(SCALE, scale, int32_t interpolation, shrinks_by_area; double low, high;)
 STEP(SIZED_CROP, sized_crop,
     int32_t height, width, least, most, interpolation, shrinks_by_area;
-    double ratio;) /* lengths from least to most become the height of the crop; ratio: of width to height */
+    double ratio;) /* the height of the crop is from `least` to `most`; ratio: of width to height */
 STEP(BORDER_CROP, border_crop, double margin[4];)
 
 /* torchvision: RandomAffine, RandomRotation, RandomPerspective. Angles in degrees; translation: the most, as a share of
@@ -152,9 +154,9 @@ STEP(CV_AFFINE, cv_affine,
     int32_t frame, is_relative, keeps_ratio, is_balanced;
     double degrees[2], scale_x[2], scale_y[2], move_x[2], move_y[2], shear_x[2], shear_y[2];)
 STEP(CV_PERSPECTIVE, cv_perspective, CvWarp warp; int32_t keeps_size, expands; double scale[2];)
-/* albumentations: GridDistortion, whose cells are narrower or wider by a share in `limit`; OpticalDistortion, whose lens is
- * distorted by an amount in `limit`; ElasticTransform, whose noise is blurred with a kernel of `size` pixels (0: follows from
- * sigma), is the same along x and y (is_shared), and uniform or normal. */
+/* albumentations: GridDistortion, whose cells are narrower or wider by a share drawn from `limit`; OpticalDistortion, whose lens
+ * is distorted by an amount drawn from `limit`; ElasticTransform, whose noise is uniform or normal, is the same along x and y
+ * (is_shared), and is blurred by a kernel of `size` pixels (0: the size follows from sigma). */
 STEP(CV_GRID, cv_grid, CvWarp warp; int32_t cells, is_normalized; double limit[2];)
 STEP(CV_LENS, cv_lens, CvWarp warp; int32_t is_fisheye; double limit[2];)
 STEP(CV_ELASTIC, cv_elastic, CvWarp warp; int32_t size, is_shared, is_uniform; double alpha, sigma;)
@@ -175,12 +177,14 @@ STEP(CV_CHANNELS, cv_channels, int32_t kind, is_shared; double low[4], high[4];)
 STEP(CV_DROP, cv_drop, int32_t fewest, most;)                            /* ChannelDropout; filled with `fill` */
 STEP(CV_HISTOGRAM, cv_histogram, int32_t kind, is_of_luma; double cutoff;) /* Equalize, AutoContrast; cutoff in percent */
 STEP(CV_GREY, cv_grey, int32_t method, channels;)                        /* ToGray */
-/* HueSaturationValue: shifts in OpenCV's units, hue in half degrees. OpenCV rounds down in whole vectors of a row, and to the
- * nearest in what is left of it; fuses: it rounds a product and its difference once. */
+/* HueSaturationValue: shifts in OpenCV's units, hue in units of two degrees. OpenCV rounds down in the whole vectors of a row
+ * (`vector` pixels each), and to the nearest in the pixels after them. fuses: a product and the difference from it are rounded
+ * once. */
 STEP(CV_HSV, cv_hsv, int32_t vector, fuses; double hue[2], saturation[2], value[2];)
 STEP(CV_SATURATION, cv_saturation, int32_t fuses; double factor[2];)     /* ColorJitter */
-STEP(CV_CLAHE, cv_clahe, int32_t columns, rows; double limit[2];)        /* CLAHE; of tiles */
-/* GaussNoise, and MultiplicativeNoise of each element: normal or uniform, for each value or each pixel. */
+STEP(CV_CLAHE, cv_clahe, int32_t columns, rows; double limit[2];)        /* CLAHE; columns and rows of tiles */
+/* GaussNoise, which adds normal numbers, and MultiplicativeNoise with elementwise=True, which multiplies by uniform numbers: a
+ * number for each value, or for each pixel (is_shared). */
 STEP(CV_NOISE, cv_noise, int32_t multiplies, is_shared; double mean[2], sigma[2], range[2];)
 STEP(CV_ISO, cv_iso, double colour[2], intensity[2];) /* ISONoise */
 
@@ -188,8 +192,8 @@ STEP(CV_ISO, cv_iso, double colour[2], intensity[2];) /* ISONoise */
 STEP(NOISE, noise, int32_t clips; double mean, sigma;) /* for values in [0, 1] */
 STEP(ERASE, erase, int32_t fewest, most, mode, is_normalized; double p, scale[2], log_ratio[2];)
 
-/* albumentations: Blur and MedianBlur, GaussianBlur, MotionBlur, whose kernels have an odd side of `smallest` to `largest`
- * pixels; Gaussians any, and one of 0 follows from sigma. Angles in degrees. */
+/* albumentations: Blur and MedianBlur, GaussianBlur, MotionBlur, whose kernels have a side of `smallest` to `largest` pixels. The
+ * side is odd; that of a Gaussian follows from sigma if 0 is drawn. Angles in degrees. */
 STEP(CV_BLUR, cv_blur, int32_t is_median, smallest, largest;)
 STEP(GAUSSIAN, gaussian, int32_t smallest, largest; double sigma[2];)
 STEP(MOTION, motion, int32_t smallest, largest, shifts; double angle[2], direction[2];)
@@ -199,8 +203,8 @@ STEP(UNSHARP_MASK, unsharp_mask, int32_t smallest, largest, threshold; double si
 STEP(DOWNSCALE, downscale, double scale[2];)
 STEP(COMPRESS, compress, int32_t lowest, highest;) /* albumentations: ImageCompression as JPEG, of these qualities */
 
-/* albumentations: CoarseDropout, whose ranges are in pixels or shares of the sides; GridDropout: a number of rows and
- * columns, or cells with a side in [smallest, end), or, if that is 0, of a tenth of the image's sides. */
+/* albumentations: CoarseDropout, whose ranges are in pixels or shares of the sides. GridDropout: a grid of rows and columns; if
+ * these are 0, cells with a side in [smallest, end); if these are 0, too, a tenth of the image's sides. */
 STEP(COARSE_DROPOUT, coarse_dropout, int32_t fewest, most, in_px, mode, is_normalized; double height[2], width[2];)
 STEP(GRID_DROPOUT, grid_dropout,
     int32_t rows, columns, smallest, end, is_random, shift_x, shift_y, mode, is_normalized;
@@ -230,7 +234,7 @@ CHILD(TIMM_OP, timm_op,
 OP(NOTHING, nothing, )
 /* The box of the image with borders around it, then mirrored left to right, top to bottom. */
 OP(WINDOW, window, Border border; Box box; int32_t mirrors_columns, mirrors_rows;)
-/* The box is resized to height x width; only rows and columns from the first ones on are made. */
+/* The box is resized to height x width. Only rows from first_row on and columns from first_column on are made. */
 OP(RESIZE, resize,
     Box box;
     int32_t height, width, first_row, first_column, interpolation, domain, chooses_order;)
@@ -277,8 +281,8 @@ OP(GRID, grid, /* a hole in each cell */
     int32_t rows, columns, is_random, shift_x, shift_y, mode, is_normalized;
     double ratio;
     uint64_t key;)
-/* AugMix. MIX_BEGIN stores the image and begins a sum with its weight; MIX_ADD adds the current image with a weight, and makes
- * the stored image the current one again; MIX_END makes the sum, truncated, the current image. */
+/* AugMix. MIX_BEGIN stores the image, and begins a sum with the image times `weight`. MIX_ADD adds the current image times
+ * `weight`, and makes the stored image the current one again. MIX_END makes the sum, truncated, the current image. */
 OP(MIX, mix, int32_t part; double weight;)
 OP(CAST, cast, ) /* the following ops work on the values of the batch, normalised or not */
 
@@ -299,9 +303,9 @@ REFUSAL(ROW, row, int64_t row, rows;)           /* the output has fewer rows */
 
 /* The magnitudes of a policy for images of one size: `count` levels, a row of bins for each op. */
 RECORD(Levels, int32_t step, height, width, count; const double *levels;)
-/* The conversion of uint8 to the values of a batch; fastdata_values makes it from the CAST step. Channel c uses the values of
- * c % channels. by_formula: floats are (x / factor - mean) / std, or with x * factor, because that gives exactly the values of
- * the table; otherwise the table is used. */
+/* The conversion of uint8 to the values of a batch; fastdata_values makes it from the CAST step. Channel c uses entry
+ * c % channels. by_formula: floats are computed as (x / factor - mean) / std, or with x * factor, which gives exactly the values
+ * of the table and is faster; otherwise the table is used. */
 RECORD(Values,
     int32_t dtype, scaling, normalizes, widens, channels, by_formula, statistic;
     float factor;

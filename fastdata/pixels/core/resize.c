@@ -19,13 +19,13 @@
 enum { LOW_BITS = 11, LOW_MASK = (1 << LOW_BITS) - 1, PIL_BITS = 22, TORCH_MOST_BITS = 22 };
 enum { BLOCK = 16, PADDING = 64, STRIPE = 8 }; /* columns at a time; alignment of rows; rows at a time */
 
-/* One axis: `from` pixels become `to` pixels; after `cut` only a part of them. Shapes of the tables: start, count, center and
- * total (to); weight (taps, stride); low and high (steps, stride), with two taps in each entry. */
+/* One axis: `from` pixels become `to` pixels; after `cut`, both count only the part that is made. Shapes of the tables: start,
+ * count, center and total (to); weight (taps, stride); low and high (steps, stride), with two taps in each entry. */
 typedef struct {
     int64_t from, to, stride, taps, steps;
     int32_t bits, *start, *count;
     uint32_t *low, *high; /* 16 bits of each tap */
-    bool wide, single;    /* weights need `high`, too; low and high are float32 weights of even and odd taps */
+    bool wide, single;    /* wide: weights need `high`, too; single: low and high are float32 weights of even and odd taps */
     double *center, *total, *weight;
 } Axis;
 
@@ -195,15 +195,16 @@ static int64_t cut(Axis *a, int64_t first, int64_t count) {
     return begin;
 }
 
-/* One step of the pass along rows, with eight products: two taps of each of four columns, or (`far`) eight taps of one. */
+/* One step of the pass along rows, with eight products: two taps of each of four columns, or, if pixels are far apart (`far`),
+ * eight taps of one column. */
 typedef struct {
     uint32_t index[4], low[4], high[4]; /* the bytes to shuffle, among 16; their weights */
     int32_t base;                       /* place of the 16 bytes in the row */
     bool fresh;                         /* the place differs from that of the step before */
 } Taps;
 
-/* Plan the steps of all columns; the last column is repeated to fill its block. Rows end at `end`, at least 16 bytes from their
- * beginning. False if the pixels of four columns are too far apart for 16 bytes. */
+/* Plan the steps of all columns; the last column is repeated to fill its block. Rows have `end` bytes, at least 16. False if the
+ * pixels of four columns are too far apart for 16 bytes. */
 static bool plan_rows(const Axis *a, Taps *step, bool far, int64_t end) {
     const int64_t n = a->to, across = far ? 1 : 4, steps = far ? (a->steps + 3) / 4 : a->steps;
     for (int64_t x = 0; x < n; x += BLOCK) {

@@ -42,7 +42,7 @@ static int run_op(Sample *sample, Op *op) {
 
 /* Samples that are files */
 
-/* The part of an image that a window reads; the whole image if borders repeat pixels, which may be any of them. */
+/* The part of an image that a window reads. If its borders repeat pixels, these may be anywhere: then the whole image. */
 static Box read_window(const Op *op, int32_t height, int32_t width) {
     const Border *border = &op->window.border;
     const Box *box = &op->window.box, whole = {0, 0, height, width};
@@ -91,9 +91,8 @@ static void turn_upright(Image *image, int turn) {
     image->height = before.width, image->width = before.height;
 }
 
-/* Decode the part of a sample that the programs read. `image` then has the size and strides of the whole image, although only
- * that part is in memory: its `data` may point outside of it. So ops must not read other pixels: `read_box` must agree with
- * what they read. */
+/* Decode the part of a sample that the programs read. `image` then has the size and strides of the whole image, but only that
+ * part is in memory, and `data` may point outside of it. So `read_box` must return all pixels that the ops of a program read. */
 static bool decode_sample(const Batch *batch, int64_t b, const Drawn *drawn, Image *image, Scratch *scratch) {
     const int turn = batch->turns_B ? batch->turns_B[b] : 1;
     Box box = read_box(drawn, image->height, image->width);

@@ -7,8 +7,8 @@
 enum { LEAST_WIDTH = 64 }; /* `resize` copies narrower images as a whole */
 enum { READ = 16 };        /* columns that `resize` reads at a time */
 
-/* True if only the rows and columns are made that the next window cuts out. The window must have no border, and both sides must
- * change: a pass that does not change its side copies all of it. */
+/* True if a resize makes only the rows and columns that the next window cuts out. The window must have no border, and the resize
+ * must change both sides: the pass along a side that does not change copies all of it. */
 bool is_cut(const Op *op, const Op *next) {
     if (next->code != OP_WINDOW) return false;
     const Border *border = &next->window.border;

@@ -16,8 +16,8 @@ static inline Divisor divisor_of(float value) {
     return (Divisor){value, high, (float)((1.0 - (double)high * value) / value)};
 }
 
-/* a / b as a product with the inverse in two parts, which is faster. It is not always rounded as a division, but a channel has
- * only 256 values: `agrees` compares all of them with the table, and the table is used if one differs. */
+/* a / b as a product with the inverse in two parts, which is faster. The last bit may differ from that of a division. But a
+ * channel has only 256 values: `agrees` compares all of them with the table, and the table is used if one differs. */
 static inline float divide(float a, Divisor b) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     return __builtin_fmaf(a, b.high, a * b.low);
@@ -88,7 +88,7 @@ void fastdata_values(Table *table) {
             v->table_C256[256 * c + x] = v->dtype != FLOAT64 ? narrow : is_after ? wide * std : wide / std;
         }
     }
-    v->by_formula = true; /* `agrees` needs it: it converts by the formula */
+    v->by_formula = true; /* so that `agrees` converts by the formula */
     v->by_formula = v->dtype != FLOAT64 && agrees(v);
 }
 

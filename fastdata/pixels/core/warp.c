@@ -179,8 +179,8 @@ INLINE void exact(int size, int shift, int64_t first, const Run *run, uint8_t *r
 }
 
 /* Pillow's levels. The error of the float32 sums is below 2,100 (bilinear) and 25,100 (bicubic) units of 2^-24, and `off` is
- * larger. Where adding and subtracting `off` gives the same level, that is Pillow's; all other blocks are computed exactly. If
- * all pixels with a weight are equal, so is the level. */
+ * larger. If a sum plus `off` and minus `off` gives one level, that is Pillow's. A block with another pixel is computed exactly,
+ * unless all pixels that have a weight are equal: then the level is theirs. */
 INLINE void finish_pillow(int taps, int shift, int64_t n, const Run *run, const float *sum, uint8_t *restrict out) {
     float off = taps == 4 ? 0x1p-12f : 0x1p-9f;
     for (int64_t first = 0; first < n; first += BLOCK) {
@@ -206,8 +206,8 @@ static void finish_torch(float fill, int domain, int64_t n, const float *v, cons
     }
 }
 
-/* Interleave channels [c, c + count). Around the image are the nearest pixels for Pillow, zeros for torch; before all that is a
- * block of the fill. */
+/* Interleave channels [c, c + count), with EDGE more pixels on each side: for Pillow the nearest pixels (`repeat`), for torch
+ * zeros. A block of TAPS x TAPS pixels with the fill comes first, for places outside of the image. */
 static void lay(const Image *in, int c, int count, uint32_t fill, bool repeat, uint32_t *restrict out) {
     int64_t w = in->width, h = in->height, stride = w + 2 * EDGE;
     for (int k = 0; k < TAPS * TAPS; k++) out[k / TAPS * stride + k % TAPS] = fill;

@@ -31,7 +31,7 @@ static bool add_window(Drawing *d, const Step *step, int32_t mode, int32_t domai
         d->refusal->crop.height = bordered_h, d->refusal->crop.width = bordered_w;
         return deny(d, step, REFUSED_CROP);
     }
-    if (domain != PIL_DOMAIN && (mode == PAD_REFLECT || mode == PAD_SYMMETRIC)) { /* PIL images reflect again and again */
+    if (domain != PIL_DOMAIN && (mode == PAD_REFLECT || mode == PAD_SYMMETRIC)) { /* for PIL images, reflections repeat */
         const int64_t reach_h = most(m.left, m.right), reach_v = most(m.top, m.bottom);
         const int64_t kept = mode == PAD_REFLECT;
         if (!d->is_probe && (reach_h > d->width - kept || reach_v > d->height - kept)) {
@@ -130,8 +130,8 @@ bool draw_cut(Drawing *d, const Step *step) {
     return add_window(d, step, PAD_CONSTANT, PIL_DOMAIN, none, (double)top, (double)left, height, width, FIXED);
 }
 
-/* A flip mirrors the window before it, if there is one; otherwise it adds a window, even for a sample that is not mirrored, so
- * that all samples have the same windows (loaders/device.py needs that). torchvision: RandomHorizontalFlip. */
+/* A flip mirrors the window before it. If there is none, it adds a window, even for a sample that is not mirrored: all samples
+ * then have the same number of windows, which loaders/device.py needs. torchvision: RandomHorizontalFlip. */
 bool draw_flip(Drawing *d, const Step *step) {
     const bool mirrors = step->flip.alternates ? d->turn & 1 : uniform(d, step->at, 0) < step->flip.p;
     Op *op = d->count > 0 ? d->ops + d->count - 1 : NULL;
