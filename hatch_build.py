@@ -1,7 +1,7 @@
-"""Compiles fastdata/pixels/core/*.c into the wheel, a library a level of instruction set, with ziglang's compiler.
+"""Compile fastdata/pixels/core/*.c with ziglang, and put a library for each level of instruction set into the wheel.
 
-The libraries know nothing of Python: one wheel serves all its versions. FASTDATA_WHEEL names the platform to build for
-(a key of TARGETS) where that is not this machine's; "any" builds a wheel without libraries.
+The libraries do not use Python's C API, so one wheel is for all versions of Python. To build for another platform than
+this machine's, set FASTDATA_WHEEL to a key of TARGETS; "any" builds a wheel without libraries.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
-# Level 4 takes bytes from tables of 128 with VBMI, 7 times as fast as without, and is written for whole vectors.
+# Level 4 also has VBMI, which reads bytes from a table of 128 in one instruction: tables are applied 7 times as fast.
+# The compiler is told to use vectors of 512 bits; by default it prefers 256.
 X86_64 = {2: "x86_64_v2", 3: "x86_64_v3", 4: "x86_64_v4+avx512vbmi -mprefer-vector-width=512"}
 
-# A wheel's platform -> zig's name of it, the ending of a library, the CPU for each level that fastdata_cpu_level tells.
+# Platform of a wheel -> its name in zig, the ending of a library, and the CPU for each level of fastdata_cpu_level.
 TARGETS = {
     "manylinux2014_x86_64": ("x86_64-linux-gnu.2.17", ".so", X86_64),
     "manylinux2014_aarch64": ("aarch64-linux-gnu.2.17", ".so", {1: "generic"}),
@@ -32,7 +33,7 @@ TARGETS = {
     "win_amd64": ("x86_64-windows-gnu", ".dll", X86_64),
 }
 
-# No product and sum are fused unless the source says so: every level gives the same pixels.
+# -ffp-contract=off: products and sums are fused only where the source does so. Then every level gives the same pixels.
 FLAGS = [
     "-std=gnu11",
     "-O3",
@@ -44,7 +45,7 @@ FLAGS = [
 
 
 class CoreHook(BuildHookInterface[Any]):
-    """Adds the libraries to a wheel, or puts them beside their sources for an editable install."""
+    """Add the libraries to a wheel, or put them next to their sources for an editable install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile before the wheel is written."""
@@ -53,7 +54,7 @@ class CoreHook(BuildHookInterface[Any]):
         platform = os.environ.get("FASTDATA_WHEEL") or next(here, "any")
         if platform == "any":
             self.app.display_warning(
-                f"built without the compiled core, which there is for {', '.join(TARGETS)}"
+                f"built without the compiled core, which exists only for {', '.join(TARGETS)}"
             )
             return
         if importlib.util.find_spec("ziglang") is None:
@@ -65,7 +66,7 @@ class CoreHook(BuildHookInterface[Any]):
         core = Path(self.root, "fastdata", "pixels", "core")
         for library in compile_core(core, Path(self.work.name), *TARGETS[platform]):
             if version == "editable":
-                # Removed first: a process that has the old file open keeps it.
+                # Removed first, not overwritten: a process that has loaded the old file keeps it.
                 (core / library.name).unlink(missing_ok=True)
                 shutil.copy(library, core)
             else:
@@ -73,17 +74,18 @@ class CoreHook(BuildHookInterface[Any]):
         build_data |= {"pure_python": False, "tag": f"py3-none-{platform}"}
 
     def finalize(self, *_: Any) -> None:
-        """Remove what the compiler made, now that the wheel holds it."""
+        """Remove the compiled libraries, which the wheel now contains."""
         self.work.cleanup()
 
 
 def compile_core(
     core: Path, work: Path, target: str, ending: str, cpus: dict[int, str]
 ) -> list[Path]:
-    """Compile the libraries into ``work``, which also holds the compiler's cache while it runs.
+    """Compile the libraries into ``work``, which also holds the compiler's cache, and return them.
 
-    Each source is one call of the compiler, which makes one object of several sources. As many
-    calls as there are cores run at once, but at most 8: each takes up to 200 MB.
+    The compiler is called once per source and level, because it would make a single object from
+    several sources. As many calls as there are cores run at once, but at most 8: each takes up to
+    200 MB of memory.
     """
     files = sorted(core.glob("*.[ch]"))
     checksum = zlib.crc32(b"".join(file.read_bytes() for file in files))
@@ -101,7 +103,7 @@ def compile_core(
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         list(pool.map(run, commands))
     for library, compiled in objects.items():
-        # Without the CPU, so that zig's own part of a library (minutes for Windows) is compiled
-        # for the first library only.
+        # Linked without -mcpu: then zig compiles its own part of a library, which takes minutes
+        # for Windows, only for the first library.
         run([*zig, "-O3", "-shared", "-s", "-Wl,-z,defs", *compiled, "-lm", "-o", str(library)])
     return list(objects)
