@@ -1,7 +1,7 @@
 """Code that the benchmarks share: images, interleaved rounds, the table, the JSON.
 
-Real images are used where ``--images FOLDER`` or an environment variable (FASTDATA_IMAGENET, FASTDATA_CIFAR) names
-class folders of them; otherwise they are synthetic (made by a formula).
+Real images are used if ``--images FOLDER`` or an environment variable (FASTDATA_IMAGENET, FASTDATA_CIFAR) names a
+folder with a folder for each class; otherwise images are synthetic (made by a formula).
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Row:
     Args:
         section: the question it belongs to.
         name: what was measured.
-        unit: of the rounds.
+        unit: unit of the figures.
         rounds: one figure per round.
-        against: name of the row of the same section that its ratio refers to.
+        against: name of the row of the same section by which its median is divided; empty for no ratio.
         target: what the ratio or the figure should reach, in words.
     """
 
@@ -103,7 +103,7 @@ class Row:
 def in_turns(
     competitors: dict[str, Callable[[], float]], rounds: int
 ) -> dict[str, tuple[float, ...]]:
-    """One warm-up of each, then ``rounds`` rounds in which each has its turn."""
+    """Call each competitor once to warm up, then all of them in turns; return ``rounds`` figures of each."""
     for measure in competitors.values():
         measure()
     figures: dict[str, list[float]] = {name: [] for name in competitors}
@@ -120,7 +120,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 
 def vanilla_loader(dataset: Any, batch_size: int, num_workers: int) -> TorchDataLoader[Any]:
-    """Torch's loader with workers that persist, so that rounds do not pay for starting them."""
+    """Return torch's loader with persistent workers, so that rounds do not include the start of workers."""
     return TorchDataLoader(
         dataset,
         batch_size=batch_size,
@@ -131,10 +131,10 @@ def vanilla_loader(dataset: Any, batch_size: int, num_workers: int) -> TorchData
 
 
 def find_workers(make_loader: Callable[[int], Iterable[Any]], budget_s: float = 2.0) -> int:
-    """The smallest number of workers, of 0 to the cores, whose rate is within two percent of the highest.
+    """Return the smallest number of workers, from 0 to the cores, whose rate is within two percent of the highest.
 
-    A rate is the better of two passes, taken in turns, of ``budget_s`` each: on a shared machine one that is disturbed
-    would choose badly for the whole run.
+    A rate is the better of two passes of ``budget_s`` each. All numbers take turns: on a shared machine, one pass that
+    another program disturbs would lead to a bad choice for the whole run.
     """
     rates = dict.fromkeys(range(usable_cores() + 1), 0.0)
     for _ in range(2):
@@ -152,9 +152,10 @@ def class_folders(
     size: tuple[int, int] = (512, 384),
     variable: str = "FASTDATA_IMAGENET",
 ) -> Iterator[tuple[Path, str]]:
-    """Give a folder of class folders with ``count`` files, real ones repeated as needed, and a text that names them.
+    """Yield a folder of class folders with ``count`` files, and a text that names them.
 
-    The folder is temporary, except a given one when ``count`` is None.
+    Real files are copied as often as needed. The folder is temporary, unless ``count`` is None: then it is the folder
+    of the real files itself.
     """
     source = given or (Path(os.environ[variable]) if variable in os.environ else None)
     if source is not None and count is None:
@@ -174,7 +175,7 @@ def class_folders(
 
 
 def link_files(source: Path, root: Path, count: int) -> None:
-    """Make ``count`` files of those in ``source``, by hard links to as few as there are."""
+    """Make ``count`` files in ``root`` that are hard links to the files in ``source``."""
     found = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
     for index in range(count):
         path = found[index % len(found)]
@@ -184,7 +185,7 @@ def link_files(source: Path, root: Path, count: int) -> None:
 
 
 def on_ranks(ranks: int, script: str, *arguments: object) -> Any:
-    """Run the script under torchrun, a thread for each rank; return the JSON that rank 0 writes to ``--into``."""
+    """Run a script under torchrun, one thread per rank; return the JSON that its rank 0 writes to ``--into``."""
     with tempfile.TemporaryDirectory(prefix="fastdata-benchmark-") as folder:
         into = Path(folder) / "figures.json"
         launcher = [
@@ -208,7 +209,10 @@ def on_ranks(ranks: int, script: str, *arguments: object) -> Any:
 
 def _copy_to(root: Path, found: list[Path], count: int) -> None:
     if not found:
-        raise FileNotFoundError("the folder of images holds none")
+        raise FileNotFoundError(
+            f"there are no images ({', '.join(IMAGE_SUFFIXES)}) in the folder that --images or an environment variable "
+            "names"
+        )
     for index in range(count):
         path = found[index % len(found)]
         target = root / path.parent.name / f"{index // len(found):03}_{path.name}"
@@ -217,7 +221,7 @@ def _copy_to(root: Path, found: list[Path], count: int) -> None:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that every script has."""
+    """Return a parser with the options that every script has."""
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -234,7 +238,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def print_rows(rows: list[Row]) -> None:
-    """A table of medians, ranges and ratios, section by section."""
+    """Print a table of medians, ranges and ratios for each section."""
     facts = machine_facts()
     print(f"{facts['cpu_model']}, {facts['usable_cores']} cores, torch {versions()['torch']}")
     for section in dict.fromkeys(row.section for row in rows):
@@ -250,7 +254,7 @@ def print_rows(rows: list[Row]) -> None:
 
 
 def save_rows(rows: list[Row], path: Path | None, **settings: Any) -> None:
-    """Write rounds, medians, settings, versions, the machine and its processor."""
+    """Write rounds, medians, settings, versions and machine to a JSON file; do nothing if ``path`` is None."""
     if path is None:
         return
     figures = [
@@ -275,7 +279,7 @@ def save_rows(rows: list[Row], path: Path | None, **settings: Any) -> None:
 
 
 def epoch_rate(loader: Iterable[Any], at_least_s: float = 0.0) -> Callable[[], float]:
-    """A measure of images a second over whole epochs."""
+    """Return a function that measures images per second over whole epochs."""
     return lambda: images_per_s(loader, at_least_s=at_least_s)
 
 
@@ -290,7 +294,10 @@ def _range(spread: Spread) -> str:
 def images_per_s(
     loader: Iterable[Any], *, at_least_s: float = 0.0, whole_epochs: bool = True
 ) -> float:
-    """Images a second of epochs, one at least, until ``at_least_s`` has passed; else of batches until then."""
+    """Return images per second of whole epochs, at least one, that together take ``at_least_s`` or longer.
+
+    With ``whole_epochs=False`` reading stops with the batch after which ``at_least_s`` have passed.
+    """
     images, start = 0, time.perf_counter()
     while True:
         for batch in loader:
@@ -306,19 +313,20 @@ def first_batch_s(make_loader: Callable[[], Iterable[Any]]) -> float:
     start = time.perf_counter()
     batches = iter(make_loader())
     next(batches)
-    return time.perf_counter() - start  # before the loader ends, which waits for its workers
+    # The time is taken before the loader is deleted, because that waits for its workers.
+    return time.perf_counter() - start
 
 
 @dataclass(slots=True)
 class PeakMemory:
-    """The highest PSS of this process and all below it so far: pages that several of them share count once."""
+    """The highest PSS so far of this process and its descendants; a page that several of them share counts once."""
 
     size_bytes: int
 
 
 @contextmanager
 def peak_memory(every_s: float = 0.1) -> Iterator[PeakMemory]:
-    """Watch memory from a thread until the block ends; each look takes milliseconds, so time no epochs meanwhile."""
+    """Measure memory in a thread until the block ends. That slows the block down, so do not time epochs in it."""
     peak, ended = PeakMemory(tree_pss_bytes()), threading.Event()
 
     def watch() -> None:

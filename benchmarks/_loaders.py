@@ -1,4 +1,4 @@
-"""The five datasets of tune.py, each of which waits for something else; workers get them by fork or by pickle."""
+"""Five datasets for tune.py. The speed of each has another limit: waiting, CPU, the GIL, memory, or the workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Synthetic(Dataset[Any]):
 
 
 class IoBound(Synthetic):
-    """Sleeps for 2 to 6 ms, by index, as if a network file system answered."""
+    """Sleeps for 2 to 6 ms, depending on the index, as if it read from a network file system."""
 
     def sample(self, index: int) -> Any:
         time.sleep(0.002 + 0.004 * (index * 2654435761 % 1000) / 1000)
@@ -39,7 +39,7 @@ class IoBound(Synthetic):
 
 
 class CpuBound(Synthetic):
-    """Decodes and resizes a JPEG by native code that leaves the GIL, one thread each."""
+    """Decodes and resizes a JPEG in native code, which releases the GIL, in one thread."""
 
     def __init__(self) -> None:
         self.files = [_jpeg(number) for number in range(KEPT)]
@@ -50,7 +50,7 @@ class CpuBound(Synthetic):
 
 
 class GilBound(Synthetic):
-    """Pure Python arithmetic of about a millisecond."""
+    """Computes in pure Python for about a millisecond."""
 
     def sample(self, index: int) -> Any:
         total = index
@@ -72,7 +72,7 @@ class MemoryBound(Synthetic):
 
 
 class Trivial(Synthetic):
-    """A small array that is there already: any worker costs more than it does."""
+    """Returns a small array from memory: any worker costs more time than it saves."""
 
     def __init__(self) -> None:
         self.arrays = np.random.default_rng(0).random((KEPT, 64), dtype=np.float32)

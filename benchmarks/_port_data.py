@@ -1,4 +1,4 @@
-"""Files that the ported scripts read, in the layouts that they expect: ``benchmarks/ports.py`` makes them."""
+"""Write the files that the ported scripts read, in the layouts that they expect, for ``benchmarks/ports.py``."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ def write_files(photos: Path, root: Path, *, cifar_count: int) -> None:
     """Write a data set in each layout.
 
     Args:
-        photos: class folders.
-        root: gets ``train`` (class folders), ``train.csv`` (file, label, caption), ``captions.json`` (file, numbers of
-            words), ``imgs`` and ``masks`` (of the same names), and the files of CIFAR-10 and CIFAR-100.
+        photos: a folder of class folders of images.
+        root: folder to write to: ``train`` (class folders), ``train.csv`` (file, label, caption), ``captions.json``
+            (file, numbers of words), ``imgs`` and ``masks`` (with the same names), and the files of CIFAR-10 and
+            CIFAR-100.
         cifar_count: number of images of each CIFAR.
     """
     files = []
     for path in sorted(photos.rglob("*")):
         if path.suffix.lower() in IMAGE_SUFFIXES:
-            copy = root / "train" / path.parent.name / f"{path.stem}.jpg"  # as some scripts want
+            # Some scripts read only *.jpg.
+            copy = root / "train" / path.parent.name / f"{path.stem}.jpg"
             copy.parent.mkdir(parents=True, exist_ok=True)
             files.append(Path(shutil.copyfile(path, copy)))
     classes = sorted({path.parent.name for path in files})
@@ -76,7 +78,7 @@ def _write_cifar(root: Path, count: int) -> None:
         parts = np.array_split(np.arange(count), len(kind.train_list))
         for (file, _), part in zip(kind.train_list, parts, strict=True):
             content = {"data": rows[part], key: labels[part].tolist()}
-            # Those of Python 2 are read with keys of bytes by some, and of text by torchvision.
+            # Python 2 wrote these files: torchvision reads their keys as text, other code as bytes.
             content |= {name.encode(): values for name, values in content.items()}
             (folder / file).write_bytes(pickle.dumps(content))
         names = {kind.meta["key"]: [f"class {number}" for number in range(classes)]}

@@ -1,6 +1,6 @@
 """Facts about the processor of a measurement, which every JSON of a benchmark records.
 
-Only the standard library is used, so that a script can import this before any tree of fastdata.
+It imports only the standard library, so that a script can import it before it chooses a tree of fastdata.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The work of one rank of ranks.py, which imports torch and fastdata, not torchvision: that takes 85 MB."""
+"""The work of one rank of ranks.py. It imports torch and fastdata, but not torchvision, which takes 85 MB."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORKED, SERVED = "a list of arrays, forked workers", "a list of arrays, forkserv
 
 
 def own_step(name: str, **attributes: Any) -> Any:
-    """A step for fastdata alone, which reads it as torchvision's of that name."""
+    """Return a step that fastdata treats as torchvision's step of that name; it cannot be called."""
     usual = {"interpolation": "bilinear", "antialias": True, "max_size": None}
     pads = {"padding": None, "pad_if_needed": False, "fill": 0, "padding_mode": "constant"}
     return type(name, (), {"__torchvision_equal__": name} | usual | pads | attributes)()
@@ -60,7 +60,7 @@ def open_folder(folder: Path) -> ImageFolder:
     ).prepare()
 
 
-# Each holds the samples of the folder in this rank, all of them read by workers that are still there
+# Ways to hold the samples of a folder. In the block, workers that have read all samples are alive.
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def hold_in_fastdata(folder: Path) -> Iterator[None]:
 
 
 class Preloaded(Dataset[tuple[torch.Tensor, int]]):
-    """As many arrays in a list as there are files; what is in them does not matter, so few files are decoded."""
+    """A list of arrays, one for each file. Hard links to one file are decoded once: only the memory matters here."""
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("*/*"))
@@ -132,7 +132,7 @@ def read(loader: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """A way to hold the samples, and how many times they lie in memory at most, per rank and beside that."""
+    """A way to hold the samples, and the most copies in memory: ``copies`` and, in addition, some for each rank."""
 
     hold: Holding
     copies: int = 0
@@ -143,7 +143,7 @@ FORMS = {
     BARE: Form(hold=hold_nothing),
     SHARED: Form(hold=hold_in_fastdata, copies=1),
     FORKED: Form(hold=partial(hold_in_list, start_method="fork"), copies_per_rank=1),
-    # Python 3.14's default: each worker gets a copy of its own, and another one is on its way when it starts.
+    # Python 3.14's default: each worker has its own copy, and there is another one while a worker starts.
     SERVED: Form(
         hold=partial(hold_in_list, start_method="forkserver"), copies_per_rank=WORKERS + 2
     ),
@@ -154,7 +154,7 @@ FORMS = {
 
 
 def measure_memory(folder: Path, form: str) -> dict[str, int]:
-    """PSS of torchrun and all below it, and of torchrun alone; asked for by rank 0."""
+    """Return the PSS of torchrun with its descendants, and of torchrun alone; in rank 0 only."""
     figures = {}
     with FORMS[form].hold(folder):
         dist.barrier()
@@ -170,7 +170,7 @@ def measure_memory(folder: Path, form: str) -> dict[str, int]:
 
 
 def measure_preparing(folder: Path) -> float:
-    """Seconds until the last rank has its dataset."""
+    """Return the seconds until the last rank has its dataset."""
     dist.barrier()
     start = time.perf_counter()
     with open_folder(folder):
@@ -180,7 +180,10 @@ def measure_preparing(folder: Path) -> float:
 
 
 def measure_attaching(folder: Path, rounds: int) -> list[float]:
-    """Seconds that the last rank needs for a dataset that the others have; a round more than asked for warms up."""
+    """Return the seconds that the last rank needs for a dataset that the others have prepared, in each round.
+
+    One more round is run first, to warm up.
+    """
     taken = []
     is_late = dist.get_rank() == dist.get_world_size() - 1
     for _ in range(rounds + 1):

@@ -107,7 +107,7 @@ RECIPES: dict[str, tuple[Callable[[], list[Any]], Callable[[], list[Any]], str]]
 
 
 class Pairs:
-    """Images and their masks, which are files beside them."""
+    """Images, and their masks in files next to them."""
 
     def __init__(self, root: Path, transform: Any = None) -> None:
         self.images = sorted(root.rglob("*.jpg"))
@@ -126,7 +126,7 @@ class Pairs:
 
 
 def write_masks(root: Path) -> None:
-    """Bring every image to the stored size, and write a mask beside it."""
+    """Resize every image to the stored size, and write a mask next to it."""
     for path in root.rglob("*.jpg"):
         image = Image.open(path).convert("RGB").resize(STORED)
         image.save(path, quality=90)
@@ -134,7 +134,7 @@ def write_masks(root: Path) -> None:
 
 
 def loader_of(dataset: Any) -> DataLoader[Any]:
-    """A loader with its best number of workers."""
+    """Return a loader with its best number of workers."""
     make = partial(DataLoader, dataset, batch_size=BATCH, shuffle=True)
     workers = find_workers(lambda count: make(num_workers=count), budget_s=1.0)
     return make(num_workers=workers, persistent_workers=workers > 0)

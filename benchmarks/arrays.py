@@ -45,7 +45,7 @@ SECTIONS = {
 
 
 def write(folder: Path, name: str, count: int) -> np.ndarray:
-    """An array in a file, mapped."""
+    """Write an array to a file, and return it mapped."""
     path = folder / f"{name}.npy"
     if name == "number":
         np.save(path, np.arange(count))
@@ -82,7 +82,7 @@ def rows_of(section: str, folder: Path, count: int, rounds: int) -> list[Row]:
 
 
 class Counted:
-    """Batches as lists, whose first value is counted: arrays alone come as one tensor."""
+    """A loader whose batches are lists, as the count of samples needs: arrays without targets come as one tensor."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

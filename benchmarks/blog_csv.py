@@ -78,7 +78,7 @@ def epoch_s(loader: Iterable[Any], layer: torch.nn.Module) -> float:
 
 
 def write_manifest(root: Path) -> Path:
-    """``file,label`` for every image below ``root``; the label numbers the class folders."""
+    """Write a CSV with ``file,label`` for every image below ``root``; the label is the number of the class folder."""
     files = sorted(path for path in root.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
     labels = {
         name: label for label, name in enumerate(sorted({path.parent.name for path in files}))

@@ -47,7 +47,7 @@ Bucket = tuple[int, int]
 
 
 class BucketedFolder(datasets.ImageFolder):
-    """What trainings write: each image resized to cover the bucket of the nearest aspect ratio, then cropped."""
+    """The usual code of a training: resize each image to cover the bucket of the nearest aspect ratio, then crop it."""
 
     def __init__(self, root: str, buckets: list[Bucket], crop: str, last: Any) -> None:
         super().__init__(root)
@@ -111,7 +111,7 @@ def by_hand(root: Path, buckets: list[Bucket], crop: str, last: Any, workers: in
 def ours(
     root: Path, buckets: list[Bucket], crop: Any, last: Any, **how: Any
 ) -> tuple[ImageFolder, DataLoader[Any]]:
-    """A dataset, and a loader with its best number of workers."""
+    """Return a dataset, and a loader with its best number of workers."""
     steps = transforms.Compose([ResizeToBucket(buckets, crop), last])
     dataset = ImageFolder(str(root), steps, **how)
     make = partial(DataLoader, dataset, batch_sampler=BucketSampler(dataset, BATCH))

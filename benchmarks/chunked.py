@@ -44,12 +44,12 @@ from fastdata.pixels.samples import SampleSpec
 GIB = 1 << 30
 SPEC = SampleSpec(shape=(3, 256, 256), dtype="uint8", form="tensor")
 BATCH = 64
-RAW = "auto"  # as codec, where the disk has room
+RAW = "auto"  # the codec that stores raw pixels if the disk has room for them
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one process: images/s, peak memory of its tree, and what it had before it began."""
+    """Figures of one process: images/s, peak memory of its tree, and the memory before it made the loader."""
 
     images_per_s: float
     peak_bytes: int
@@ -58,7 +58,7 @@ class Outcome:
 
 
 class RawImages(Dataset[Any]):
-    """The images of the file as tensors, for a dataset that keeps them."""
+    """The images of a raw file as tensors."""
 
     def __init__(self, path: Path, count: int | None = None) -> None:
         self._images = np.memmap(path, np.uint8, "r").reshape(-1, *SPEC.shape)[:count]
@@ -76,7 +76,7 @@ def crop_and_flip() -> Any:
 
 
 def cached(path: Path, codec: str) -> CachedDataset:
-    """All images from the cache beside their file, which the first call writes."""
+    """Return all images from the cache next to their file; the first call writes the cache."""
     return CachedDataset(
         RawImages(path),
         transform=crop_and_flip(),
@@ -99,7 +99,7 @@ def serve_from_disk(path: Path, codec: str) -> Any:
 
 
 def serve_chunked(path: Path, limit_bytes: int, codec: str, *, empties_cache: bool = False) -> Any:
-    if empties_cache:  # as where memory is short
+    if empties_cache:  # as ChunkedLoader decides if memory is short
         chunked_loader.empties_cache = lambda *_: True  # type: ignore[assignment]
     return ChunkedLoader(cached(path, codec), BATCH, memory_limit=limit_bytes)
 
@@ -126,7 +126,7 @@ def photo_transform() -> Any:
 
 
 def measure(make_loader: Callable[[], Any], seconds: float, is_cold: bool, connection: Any) -> None:
-    """Serve in this process: one epoch with its memory sampled, which slows it down, then some for the rate."""
+    """Read one epoch while memory is measured, which slows it down, then some more for the rate; send the outcome."""
     start_bytes = tree_pss_bytes()
     with peak_memory(every_s=0.05) as peak:
         loader = make_loader()
@@ -141,7 +141,7 @@ def measure(make_loader: Callable[[], Any], seconds: float, is_cold: bool, conne
 
 
 def cold_images_per_s(loader: Any, seconds: float) -> float:
-    """Like ``images_per_s``, but before each epoch the system forgets the files; that takes no part of the time."""
+    """Return images per second of epochs that read from the disk: the page cache is emptied before each, untimed."""
     images, spent_s = 0.0, 0.0
     while spent_s < seconds:
         forget_files(loader.dataset)
@@ -152,7 +152,7 @@ def cold_images_per_s(loader: Any, seconds: float) -> float:
 
 
 def forget_files(dataset: Any) -> None:
-    """Let this process and the system's page cache go of the files that a dataset serves from."""
+    """Remove the files of a dataset's cache from the memory of this process and from the system's page cache."""
     dataset.reader().kept.images.evict_all()
     for path in Path(dataset.reader().stored.options.cache_dir).rglob("part*"):
         descriptor = os.open(path, os.O_RDONLY)
@@ -174,7 +174,7 @@ def in_own_process(
 
 
 def write_raw(root: Path, path: Path, size_bytes: int) -> int:
-    """Prepare the photographs into a file and repeat them up to its size; return how many there are."""
+    """Write prepared photographs to a file, repeated up to its size; return their number."""
     steps = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(256)])
     with ImageFolder(
         str(root),
@@ -201,7 +201,7 @@ def compare(
     *,
     is_cold: bool = False,
 ) -> list[Row]:
-    """Rates in turns, and the peaks of all rounds."""
+    """Return rows of the rates, measured in turns, and of the peaks of memory of all rounds."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in competitors}
     turns = {
         name: partial(in_own_process, make, seconds, is_cold, outcomes[name])

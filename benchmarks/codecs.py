@@ -39,14 +39,14 @@ Samples = list[np.ndarray]
 
 
 def photographs(root: Path) -> Samples:
-    """Every image of the folder, prepared at 256 x 256."""
+    """Return every image of the folder, prepared at 256 x 256."""
     prepare = transforms.Compose([transforms.Resize(SIDE), transforms.CenterCrop(SIDE)])
     paths = sorted(path for path in root.rglob("*") if path.is_file())
     return [planar(prepare(Image.open(path).convert("RGB"))) for path in paths]
 
 
 def drawings(count: int) -> Samples:
-    """Filled shapes with antialiased edges on white."""
+    """Return drawings (3, H, W) of filled shapes with antialiased edges on white."""
     return [
         planar(drawn(seed, "RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR))
         for seed in range(count)
@@ -54,7 +54,7 @@ def drawings(count: int) -> Samples:
 
 
 def masks(count: int) -> Samples:
-    """Label masks (H, W) of uint8 with some ten classes."""
+    """Return label masks (H, W) of uint8 with ten classes and a background."""
     return [
         np.asarray(drawn(seed, "L").resize((SIDE, SIDE), Image.Resampling.NEAREST)).copy()
         for seed in range(count)
@@ -62,7 +62,7 @@ def masks(count: int) -> Samples:
 
 
 def depths(count: int) -> Samples:
-    """Depth maps (1, H, W) of uint16: a tilted ground, shapes on it, noise of 1 in 1,000."""
+    """Return depth maps (1, H, W) of uint16: a tilted ground, shapes on it, noise of 1 in 1,000."""
     ground = np.linspace(40_000, 4_000, SIDE)[:, None]
     noise = np.random.default_rng(0).normal(1, 0.001, (count, SIDE, SIDE))
     return [
@@ -87,7 +87,7 @@ def planar(image: Image.Image) -> np.ndarray:
 
 
 def rate(action: Callable[[int], object], count: int, threads: int = 1) -> float:
-    """Calls a second, of ``action(k)`` for k in turn, from each thread its own."""
+    """Return how often a second the threads together call ``action(k)``; each counts its own k from 0 on."""
     done = [0] * threads
 
     def work(number: int) -> None:
@@ -106,7 +106,7 @@ def rate(action: Callable[[int], object], count: int, threads: int = 1) -> float
 
 
 def decoding(codec: Codec, encoded: list[bytes], like: np.ndarray) -> Callable[[int], None]:
-    """Decode one of the samples into memory that the thread keeps."""
+    """Return a function that decodes sample k into memory that belongs to its thread."""
     views, scratch = [memoryview(data) for data in encoded], Scratch()
 
     def decode(k: int) -> None:
@@ -118,14 +118,14 @@ def decoding(codec: Codec, encoded: list[bytes], like: np.ndarray) -> Callable[[
 
 
 def sizes_and_rates(kind: str, samples: Samples, rounds: int) -> list[Row]:
-    """Ratio, encoding and decoding on one core, for every codec that keeps such samples."""
+    """Measure ratio, encoding and decoding on one core, for every codec that accepts such samples."""
     shape = " x ".join(map(str, samples[0].shape))
     section = f"{kind}, {len(samples)} of {shape} {samples[0].dtype}"
     rows, measures = [], {}
     for name, codec in CODECS.items():
         try:
             encoded = [codec.encode(sample) for sample in samples]
-        except ValueError:  # JPEG refuses what it would spoil
+        except ValueError:  # JPEG refuses samples other than photographs
             continue
         ratio = sum(sample.nbytes for sample in samples) / sum(map(len, encoded))
         target = "1.7" if (kind, name) == ("photographs", "zstd") else ""
@@ -149,7 +149,7 @@ def sizes_and_rates(kind: str, samples: Samples, rounds: int) -> list[Row]:
 
 
 def undoing(samples: Samples, rounds: int) -> list[Row]:
-    """The prediction undone in words, against bytes by ``np.cumsum`` along the row."""
+    """Compare undoing the prediction a machine word at a time with ``np.cumsum`` of bytes along the row."""
     sample = samples[0]
     layout, out = layout_of(sample.shape, sample.dtype), np.empty_like(sample)
     chosen = GREEN | ABOVE | LEFT
@@ -192,7 +192,7 @@ def undoing(samples: Samples, rounds: int) -> list[Row]:
 
 
 def threads_of_lz4(samples: Samples, rounds: int) -> list[Row]:
-    """LZ4 into given memory, against ``lz4.block.decompress`` alone."""
+    """Compare LZ4 into given memory with ``lz4.block.decompress`` alone."""
     encoded = [Lz4Codec().encode(sample) for sample in samples]
     size, decode = samples[0].nbytes, decoding(Lz4Codec(), encoded, samples[0])
 
@@ -211,7 +211,7 @@ def threads_of_lz4(samples: Samples, rounds: int) -> list[Row]:
 
 
 def threads_of_jpeg(samples: Samples, rounds: int) -> list[Row]:
-    """JPEG to planar memory, against Pillow to an interleaved array."""
+    """Compare JPEG into planar memory with Pillow into an interleaved array."""
     encoded = [JpegCodec().encode(sample) for sample in samples]
 
     def plain(k: int) -> None:
@@ -224,7 +224,7 @@ def threads_of_jpeg(samples: Samples, rounds: int) -> list[Row]:
 
 
 def threads_of_zstd(samples: Samples, rounds: int) -> list[Row]:
-    """Zstd, one thread against two."""
+    """Compare Zstandard in one thread and in two."""
     encoded = [ZstdCodec().encode(sample) for sample in samples]
     decode = decoding(ZstdCodec(), encoded, samples[0])
     figures = in_turns({n: partial(rate, decode, len(samples), n) for n in (1, 2)}, rounds)

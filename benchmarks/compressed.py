@@ -60,7 +60,7 @@ def photo_transform(*, dense: bool = True) -> Any:
 
 
 def decode_alone(decode: Callable[[Any], object], encoded: Sequence[Any]) -> Measure:
-    """Samples a second of a decoder on this thread, over everything it is given."""
+    """Return a function that measures how many of these samples a second a decoder decodes in this thread."""
 
     def run() -> float:
         decoded, start = 0, time.perf_counter()
@@ -82,7 +82,7 @@ def encoded_of(dataset: Any) -> list[bytes]:
 
 
 def jpeg(root: Path, rounds: int) -> list[Row]:
-    """Re-encoded as JPEG: against Pillow on one core over the same bytes, by the core and by Pillow alone."""
+    """Compare samples re-encoded as JPEG, decoded by fastdata's core or by Pillow, with bare Pillow on one core."""
     rows: list[Row] = []
     for codec, name in (
         (JpegCodec(), "quality 92, 4:4:4"),
@@ -125,7 +125,7 @@ def without_libjpeg(measure: Measure) -> float:
 
 
 def zstd(root: Path, rounds: int) -> list[Row]:
-    """Lossless: ratio and speed of one core, alone and served."""
+    """Measure Zstandard: its ratio, its decoder alone on one core, and loaders."""
     with ImageFolder(str(root), photo_transform(), storage="compressed", codec="zstd") as kept:
         encoded = [memoryview(data) for data in encoded_of(kept)]
         out, codec = np.empty((3, SIDE_PX, SIDE_PX), np.uint8), ZstdCodec()
@@ -147,7 +147,7 @@ def zstd(root: Path, rounds: int) -> list[Row]:
 
 
 def lz4_drawings(root: Path, rounds: int) -> list[Row]:
-    """Label masks and drawings: against LZ4's own rate on one core times cores."""
+    """Compare label masks and drawings in LZ4 with its bare rate on one core, times the number of cores."""
     del root
     rows: list[Row] = []
     cores = usable_cores()
@@ -180,7 +180,7 @@ def lz4_drawings(root: Path, rounds: int) -> list[Row]:
 
 
 def drawn(seed: int, mode: str) -> np.ndarray:
-    """Shapes: a mask (H, W) of labels, or a drawing (3, H, W) with antialiased edges."""
+    """Return random shapes: a mask (H, W) of labels, or a drawing (3, H, W) with antialiased edges."""
     rng = np.random.default_rng(seed)
     image = Image.new(mode, (1024, 1024), "white" if mode == "RGB" else 0)
     pen = ImageDraw.Draw(image)
@@ -199,7 +199,7 @@ def in_two_threads(measure: Measure) -> float:
 
 
 def source(root: Path, rounds: int) -> list[Row]:
-    """The files' own bytes, prepared on each read: against torchvision's epoch over the files."""
+    """Compare the files' own bytes in memory, prepared on each read, with torchvision's epoch over the files."""
     rows = []
     for dense in (True, False):
         transform = photo_transform(dense=dense)
@@ -236,7 +236,7 @@ def source(root: Path, rounds: int) -> list[Row]:
 
 
 def lazy(root: Path, rounds: int) -> list[Row]:
-    """First epoch of a lazily filled store against storage='none', and the second against a filled one."""
+    """Compare a lazily filled store: its first epoch with storage='none', its second one with a prepared store."""
 
     def first_epoch(**options: Any) -> float:
         with ImageFolder(str(root), photo_transform(), **options) as dataset:
@@ -281,7 +281,7 @@ def lazy(root: Path, rounds: int) -> list[Row]:
 
 
 def memory(root: Path, rounds: int) -> list[Row]:
-    """Peak PSS of the process tree with 4 workers, against the encoded data."""
+    """Compare the peak PSS of the process tree with 4 workers with the size of the encoded data."""
     del rounds
     options = {"storage": "compressed", "codec": "zstd"}
     with peak_memory() as peak, ImageFolder(str(root), photo_transform(), **options) as kept:
@@ -319,7 +319,9 @@ def main() -> None:
         default=4000,
         help="number of files; photographs are copied as often as needed",
     )
-    options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    options.add_argument(
+        "--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run"
+    )
     chosen = options.parse_args()
     rows: list[Row] = []
     with class_folders(chosen.images, count=chosen.count) as (root, what):

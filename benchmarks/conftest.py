@@ -12,6 +12,6 @@ from _helper import class_folders
 
 @pytest.fixture(scope="session")
 def photos() -> Iterator[Path]:
-    """Class folders of 400 photographs, real ones where FASTDATA_IMAGENET names some."""
+    """Class folders of 400 photographs: real ones if FASTDATA_IMAGENET names a folder, otherwise synthetic."""
     with class_folders(None, count=400) as (root, _):
         yield root

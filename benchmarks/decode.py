@@ -1,9 +1,9 @@
 """How fast is decoding: files that are not stored, a first epoch, stored JPEGs, and a bare decoder?
 
-Each measurement runs in its own process; they take turns. With ``--before`` another tree of fastdata
-takes part, with its own ``benchmarks/decode.py``. The bare decoder is simplejpeg, in as many threads
-as there are cores; it decodes whole images and drops them. ``--cpu`` measures CPU time instead of
-time, for a machine that is busy with other work; rates are then multiplied by the number of cores.
+Each measurement runs in its own process; they take turns. ``--before`` adds another tree of fastdata, with its own
+``benchmarks/decode.py``. The bare decoder is simplejpeg, in as many threads as there are cores; it decodes whole
+images and drops them. ``--cpu`` measures CPU time instead of time, for a machine that is busy with other work; rates
+are then multiplied by the number of cores.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ AGAINST = {
     "first epoch, Resize, CenterCrop": {RESIZED: "2.6 x", BARE: "0.95 x"},
     "first epoch, RandomResizedCrop": {CROPPED: "2.5 x", BARE: ""},
 }
-"""What each row is held against, and what is asked for."""
+"""Row -> the rows that it is compared with, and the ratios that it should reach."""
 
 
 def read_all(loader: Any) -> int:
@@ -82,7 +82,7 @@ def decode_all(paths: list[str]) -> int:
 
 
 def measure(name: str, root: Path, *, by_cpu: bool) -> float:
-    """Images a second of one round; files are in the page cache, and modules are imported."""
+    """Return images per second of one round, after a warm-up that imports modules and reads some files."""
     if name == BARE:
         paths = [path for path, _ in datasets.ImageFolder(str(root)).samples]
         decode_all(paths[:100])
@@ -92,8 +92,8 @@ def measure(name: str, root: Path, *, by_cpu: bool) -> float:
         loader = vanilla_loader(originals, BATCH, 0 if by_cpu else usable_cores())
         originals[0]
         if by_cpu:
-            torch.set_num_threads(1)  # those of torch that wait would count
-        else:  # workers persist
+            torch.set_num_threads(1)  # torch's waiting threads would add CPU time
+        else:  # start the workers, which persist
             next(iter(loader))
         action = partial(read_all, loader)
     elif name in FIRST:

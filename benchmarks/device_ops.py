@@ -30,14 +30,14 @@ from fastdata.pixels.split import split_transform
 from fastdata.tools.recipes import IMAGENET_MEAN, IMAGENET_STD
 
 BATCHES = 8
-"""Batches between two looks at the clock, of different samples, so that no cache holds them."""
+"""Batches in one measurement. Their samples differ, so that no cache holds them."""
 SEED = 0
 
 Measure = Callable[[], float]
 
 
 class Samples:
-    """Dense random images on a device, in batches."""
+    """Random images of one size in a store on a device, and batches of their indices."""
 
     gives_views = True
 
@@ -56,7 +56,7 @@ class Samples:
 
 
 def milliseconds(device: torch.device, run: Callable[[int], object], batches: int) -> float:
-    """Mean time of a batch, by the device's clock where it has one."""
+    """Return the mean milliseconds of a batch, on a GPU by its own clock."""
     if device.type != "cuda":
         start = time.perf_counter()
         for number in range(batches):
@@ -73,7 +73,7 @@ def milliseconds(device: torch.device, run: Callable[[int], object], batches: in
 
 
 def copy_of(samples: Samples, size_bytes: int) -> Callable[[int], object]:
-    """Copy so many bytes, counted as read and as written, from one place of the device to another."""
+    """Return a function that copies within the device; bytes read and bytes written together are ``size_bytes``."""
     source = torch.randint(0, 256, (samples.batches, size_bytes // 2), dtype=torch.uint8).to(
         samples.device
     )
@@ -144,15 +144,17 @@ def cpu_run(plan: Any, samples: Samples) -> Callable[[int], object]:
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--batch-size", type=int, default=256)
-    options.add_argument("--side", type=int, default=256, help="stored height and width")
-    options.add_argument("--crop", type=int, default=224, help="served height and width")
+    options.add_argument("--batch-size", type=int, default=256, help="images in a batch, on a GPU")
+    options.add_argument("--side", type=int, default=256, help="stored height and width in pixels")
+    options.add_argument(
+        "--crop", type=int, default=224, help="height and width of crops in pixels"
+    )
     chosen = options.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     batch_size, batches = chosen.batch_size, BATCHES
     if device.type == "cpu":
         print(
-            "No CUDA device: 8 images a batch on the CPU, to see that it runs. These are no figures of a GPU."
+            "No CUDA device: 8 images per batch on the CPU, only to check that the script runs. Ignore the figures."
         )
         batch_size, batches = 8, 2
     else:

@@ -46,14 +46,14 @@ COPY_S = 0.04
 
 
 def read_slowly(path: str) -> Image.Image:
-    """As from a source of ``BYTES_PER_S`` for each reader."""
+    """Load an image as slowly as from a source that gives each reader ``BYTES_PER_S``."""
     octets = Path(path).read_bytes()
     time.sleep(len(octets) / BYTES_PER_S)
     return Image.open(io.BytesIO(octets)).convert("RGB")
 
 
 def collate_slowly(samples: list[Any]) -> Any:
-    """As one that pads in Python: for each value of a row, a comparison."""
+    """Collate as slowly as code that pads in Python: compare each value of some rows."""
     for image, _ in samples:
         for row in image[0, :40]:
             max(row.tolist(), key=lambda value: value - 0.5)
@@ -71,7 +71,7 @@ def conv_net() -> nn.Module:
 
 
 def loops(root: Path) -> dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]]:
-    """A loader and a step for each limit."""
+    """Return for each limit a function that makes a loader and a step."""
     crop = transforms.Compose([transforms.CenterCrop(64), transforms.ToTensor()])
     photos, model = partial(datasets.ImageFolder, root, crop), conv_net()
     loader = partial(DataLoader, batch_size=BATCH, shuffle=True, num_workers=usable_cores())
@@ -101,7 +101,7 @@ def step_ms(
     *,
     is_diagnosed: bool,
 ) -> float:
-    """From the first step to the last one, for each."""
+    """Return the mean milliseconds from the end of one step to the end of the next."""
     stamps: list[float] = []
 
     def stamped(batch: Any) -> None:
@@ -118,7 +118,7 @@ def step_ms(
 
 
 def cost(root: Path, rounds: int) -> list[Row]:
-    """Of loops with a short step and a longer one."""
+    """Measure what diagnosing adds to a step of a slow loop and of a fast one, and its own CPU time for each step."""
     crop = transforms.Compose([transforms.CenterCrop(64), transforms.ToTensor()])
     photos = DataLoader(datasets.ImageFolder(root, crop), batch_size=BATCH, num_workers=1)
     images = DataLoader(TensorDataset(torch.rand(24000, 3, 32, 32)), batch_size=BATCH)

@@ -44,7 +44,7 @@ print(time.perf_counter() - start)
 
 
 def building(root: Path, work: Path, rounds: int) -> list[Row]:
-    """Preparing photographs into shared memory and into a cache, on the same disk as the photographs."""
+    """Compare preparing photographs into shared memory with preparing them into a cache on disk."""
     transform = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(256)])
     count = sum(1 for path in root.rglob("*") if path.is_file())
     made = iter(range(10_000))
@@ -71,7 +71,7 @@ def building(root: Path, work: Path, rounds: int) -> list[Row]:
 
 
 def starting(root: Path, work: Path, rounds: int, count: int) -> list[Row]:
-    """A run over many small images whose cache is filled: until the dataset is there, and the first batch out."""
+    """Measure how long a run with a filled cache of many small images takes to its dataset, and to its first batch."""
     many = _many_links(root, work / "many", count)
     cache_dir = work / "start"
     first_s = seconds_of(
@@ -94,7 +94,7 @@ def starting(root: Path, work: Path, rounds: int, count: int) -> list[Row]:
 
 
 def reading(work: Path, rounds: int, size_mib: int) -> list[Row]:
-    """Raw samples read in order, batch by batch into one buffer, from the page cache; first reads check each sample."""
+    """Compare raw samples read in order from the page cache with ``cat``; the first reads check each sample."""
     side = 256
     count = (size_mib << 20) // (3 * side * side)
     images = _Noise(count, side)
@@ -149,7 +149,7 @@ def reading(work: Path, rounds: int, size_mib: int) -> list[Row]:
 
 
 class _Noise(Dataset[Any]):
-    """Images of noise, one like the other."""
+    """Images of noise, all equal."""
 
     def __init__(self, count: int, side: int) -> None:
         self._count = count
@@ -165,7 +165,7 @@ class _Noise(Dataset[Any]):
 
 
 def _many_links(root: Path, target: Path, count: int) -> Path:
-    """Class folders of ``count`` names for the files of ``root``."""
+    """Make class folders of ``count`` hard links to the files of ``root``; return ``target``."""
     found = sorted(path for path in root.rglob("*") if path.is_file())
     for index in range(count):
         path = found[index % len(found)]
@@ -195,7 +195,9 @@ def main() -> None:
         "--read-mib", type=int, default=2048, help="size of the raw samples to read, in MiB"
     )
     options.add_argument("--work", type=Path, help="folder in which a temporary folder is made")
-    options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    options.add_argument(
+        "--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run"
+    )
     chosen = options.parse_args()
     rows: list[Row] = []
     for name in chosen.sections:

@@ -29,12 +29,12 @@ from fastdata.tools.figures import machine_facts, versions
 from s3 import KINDS, SECRET, FaultPlan, ThrottledS3, throttled_s3
 
 COUNT, SIDE, BATCH = 48, 24, 8
-SILENCE_S = 0.5  # that the client takes for a failure; the server's is four times as long
+SILENCE_S = 0.5  # the client's timeout; the server stalls for four times as long
 Images = dict[int, torch.Tensor]
 
 
 def build(bucket: Path) -> Images:
-    """A folder of PNGs of noise and a cache of them; the pixels by label."""
+    """Write a folder of PNGs of noise and a cache of them; return the pixels by label."""
     pixels = np.random.default_rng(0).integers(0, 256, (COUNT, SIDE, SIDE, 3), np.uint8)
     for label, image in enumerate(pixels):
         path = bucket / "train" / f"{label:03}" / "image.png"
@@ -56,7 +56,7 @@ def open_loader(what: str, options: dict[str, Any], local: str) -> Any:
 
 
 def run_epochs(what: str, server: ThrottledS3, expected: Images, connection: Any) -> None:
-    """For each word that comes, run an epoch from nothing and send what came of it."""
+    """For each True that comes, run an epoch with an empty local cache and send its outcome; end with False."""
     options = server.storage_options | {
         "config_kwargs": {"read_timeout": SILENCE_S, "connect_timeout": SILENCE_S}
     }

@@ -1,6 +1,7 @@
-"""Charts of docs/, and tables of README and docs/, made of benchmarks/results/: ``python benchmarks/figures.py``.
+"""Write the charts of docs/, and the tables of README and docs/, from the figures in benchmarks/results/.
 
-A page has a table between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``.
+Run ``python benchmarks/figures.py``. A table is between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` of
+a page; ``_tables.TABLES`` has the names.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ COLOURS = ("#9aa5b1", "#2f7ed8", "#7cb5ec", "#e8b04b", "#d9673a")
 ROW_PX, LABEL_PX, BARS_PX, FIGURE_PX = 15, 260, 380, 60
 TALL_PX, NAMES_PX = 24, 150
 
-Group = tuple[str, list[tuple[str, float]]]  # its name; (what a bar is, its length)
+Group = tuple[str, list[tuple[str, float]]]  # name of a group; (name, length) of each of its bars
 
 
 def bars(title: str, unit: str, groups: Iterable[Group]) -> str:
-    """An SVG of groups of horizontal bars from zero; a legend where bars of several groups have the same names."""
+    """Return an SVG of groups of horizontal bars from zero, with a legend of the names of the bars."""
     groups = list(groups)
     names = list(dict.fromkeys(name for _, members in groups for name, _ in members))
     longest = max(length for _, members in groups for _, length in members)
@@ -56,7 +57,7 @@ def bars(title: str, unit: str, groups: Iterable[Group]) -> str:
 
 
 def ranking(title: str, rows: list[tuple[str, float]]) -> str:
-    """An SVG of one bar for each row; the last one, which is ours, in colour."""
+    """Return an SVG with a bar for each row; the last bar, which is fastdata's, is in colour."""
     longest = max(length for _, length in rows)
     marks = [f'<text x="0" y="16" font-weight="bold">{escape(title)}</text>']
     y = 32
@@ -134,7 +135,7 @@ CHARTS_BY_NAME = {
 
 
 def with_tables(page: str) -> str:
-    """The page's text with each table as the results have it."""
+    """Return the text of a page with new tables."""
     return TABLE.sub(
         lambda match: f"{match['name']}{match['open']}{TABLES[match['name']]()}\n\n", page
     )

@@ -33,7 +33,7 @@ VICTIMS = ("first rank", "another rank", "all ranks", "launcher", "worker")
 
 
 class Slow(Dataset[Any]):
-    """64 KiB a sample, a millisecond each."""
+    """Samples of 64 KiB that take a millisecond each."""
 
     def __len__(self) -> int:
         return 600
@@ -78,7 +78,7 @@ def launch(count: int, fill: str, marker: str) -> None:
 
 
 def family(marker: str) -> list[psutil.Process]:
-    """All processes of a trial, however they are related."""
+    """Return all living processes of a trial, also those whose parent has ended."""
     group = int(marker)
     found = []
     for process in psutil.process_iter():
@@ -109,7 +109,7 @@ def choose_victims(
 
 
 def trial(drawn: random.Random, number: int, count: int) -> str:
-    """Run one; return how it went: ``"clean"``, or what was wrong."""
+    """Run one trial; return the victim, and ``"clean"`` or what was left behind."""
     kind, fill, before = (
         VICTIMS[number % len(VICTIMS)],
         drawn.choice(("raw", "compressed")),
@@ -125,7 +125,7 @@ def trial(drawn: random.Random, number: int, count: int) -> str:
         for victim in choose_victims(drawn, psutil.Process(pid), kind):
             victim.send_signal(signal.SIGKILL)
     except psutil.Error:
-        kind = "nobody"  # all was over
+        kind = "no process"  # all had ended already
     begun, problems = time.monotonic(), []
     while family(str(pid)) and time.monotonic() - begun < LONGEST_S:
         time.sleep(0.02)
@@ -147,9 +147,9 @@ def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--trials", type=int, default=300)
-    options.add_argument("--ranks", type=int, default=3)
-    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--trials", type=int, default=300, help="number of trials")
+    options.add_argument("--ranks", type=int, default=3, help="number of ranks of each trial")
+    options.add_argument("--seed", type=int, default=0, help="seed of moments and victims")
     chosen = options.parse_args()
     drawn, begun = random.Random(chosen.seed), time.monotonic()
     outcomes: Counter[str] = Counter()

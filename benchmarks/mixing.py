@@ -25,7 +25,7 @@ NORMS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def mixes() -> dict[str, Callable[[Any], Any]]:
-    """Recipes, each as people write it."""
+    """Return recipes of torchvision, each as people write it in a ``collate_fn``."""
     from torchvision.transforms import v2
 
     cutmix = v2.CutMix(num_classes=CLASSES)
@@ -47,12 +47,12 @@ def timms() -> dict[str, Callable[[Any], Any]]:
 
 
 def called(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that calls another, and has a condition: such code is not seen through."""
+    """Return a function that hides a recipe: fastdata does not recognise code that has a condition."""
     return lambda batch: collate_fn(batch) if batch else None
 
 
 def rate(loader: Any, *, is_wall: bool) -> Callable[[], float]:
-    """Measure images a second over an epoch."""
+    """Return a function that measures images per second over an epoch."""
     clock = time.perf_counter if is_wall else time.process_time
 
     def measure() -> float:

@@ -64,13 +64,13 @@ Batch = list[torch.Tensor]
 
 @dataclass(kw_only=True, slots=True)
 class Sizes:
-    """What each device had of the latest step: shapes going in and out forwards, and coming back."""
+    """The part of the latest step that each device had: shapes of inputs, outputs and gradients."""
 
     forward: dict[str, str] = field(default_factory=dict)
     backward: dict[str, str] = field(default_factory=dict)
 
     def watch(self, network: nn.Module) -> None:
-        """Look at every forward pass of the network and of its replicas, which have its hooks."""
+        """Record the shapes of every forward pass of the network, and of its replicas, which copy its hooks."""
 
         def look(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             device = str(inputs[0].device)
@@ -170,7 +170,7 @@ class Rank:
 
 
 class MovedBatches:
-    """torch's loader as scripts use it: a new order each epoch, batches sent to the device where they are wanted."""
+    """torch's loader as scripts use it: a new order in each epoch, and batches moved to the device in the loop."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ def read_only(batches: Any) -> Pass:
 
 
 def measure(rank: Rank, folder: Path, names: list[str], epochs: int) -> dict[str, Any]:
-    """Seconds of everything that this mode is asked for; the slowest rank's, and the mean share of waiting."""
+    """Measure reading, training and inference: the seconds of the slowest rank, and the mean share of waiting."""
     figures: dict[str, Any] = {"passes": [], "sizes": {}}
     with ExitStack() as stack:
         start = time.perf_counter()
@@ -249,7 +249,7 @@ def measure(rank: Rank, folder: Path, names: list[str], epochs: int) -> dict[str
             )
 
         for source, batches in sources.items():
-            read_only(batches)  # starts workers, meets every file once
+            read_only(batches)  # warm-up: starts workers, reads every file once
             keep("reading", "", source, read_only(batches))
         for name in names:
             network, sizes = MODELS[name](num_classes=10).to(rank.devices[0]), Sizes()
@@ -297,7 +297,7 @@ def print_sizes(mode: str, model: str, ranks: list[dict[str, Any]]) -> None:
 
 
 def rows_of(rounds: dict[str, list[dict[str, Any]]]) -> list[Row]:
-    """Rows of the table: by what is done and with which model, by how, by what reads."""
+    """Return rows with a section for each model and task, and a row for each mode and loader."""
     found: dict[tuple[str, str, str, str], list[float]] = {}
 
     def add(section: str, name: str, unit: str, value: float, against: str = "") -> None:
@@ -375,9 +375,13 @@ def main() -> None:
         type=int,
         help="workers of each process; default: auto, the cores of the process",
     )
-    options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    options.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    # Of a process that main has started.
+    options.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to train"
+    )
+    options.add_argument(
+        "--modes", nargs="+", choices=MODES, default=list(MODES), help="ways to use the devices"
+    )
+    # The script passes these to the processes that it starts.
     options.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     options.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     chosen = options.parse_args()

@@ -1,10 +1,10 @@
-"""How much faster are published scripts with at most three changed lines, and what are users told where they are not?
+"""How much faster are published scripts after a user has changed at most three lines, and what are users told?
 
     python benchmarks/ports.py [NAMES] [--workers 2] [--json benchmarks/results/ports.json]
 
-Each file of ``benchmarks/ports/`` has the data code of a published script, written anew in the same shape, and the
-changes that a user makes. Both versions read one epoch with the same seed, which compares labels and pixels; then they
-take turns, and the rate is of epochs after the first. Lines are counted by comparing the two sources.
+Each file of ``benchmarks/ports/`` has the data code of a published script, rewritten with the same structure, and the
+changes that a user makes. Both versions read one epoch with the same seed, so that labels and pixels can be compared.
+Then they take turns; rates are of epochs after the first. Changed lines are counted by comparing the two sources.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from fastdata import FastDataWarning
 
 PORTS = Path(__file__).parent / "ports"
 
-# The files of CIFAR are drawn here, so that their checksums are not those of the published ones.
+# These files of CIFAR are synthetic, so their checksums differ from those of the published files.
 datasets.cifar.check_integrity = lambda *_: True
 
 
 @dataclass(kw_only=True)
 class Port:
-    """What was found out about one script.
+    """The outcome of one script.
 
     Attributes:
-        lines: that a user changes.
-        order: how labels, masks and the like compare with torch's, batch by batch.
-        pixels: how images do: "equal", "drawn" where the transform draws, or the largest difference.
-        path: of the loader's report.
+        lines: number of lines that a user changes.
+        order: how labels, masks and other values compare with torch's, batch by batch.
+        pixels: how images compare: "equal", the largest difference, or "drawn" if the transform draws random numbers.
+        path: path in the loader's report.
         said: warnings and errors, in the order in which a user reads them.
     """
 
@@ -57,7 +57,11 @@ class Port:
 
 
 def changed_source(source: str, changes: dict[str, str]) -> str:
-    """Return a script after the user's changes; each of them fits exactly one place."""
+    """Return a script after the user's changes.
+
+    Raises:
+        ValueError: the old text of a change is not in exactly one place.
+    """
     head, mark, tail = source.partition("CHANGES = {")
     table, end, code = tail.partition("\n}\n")
     for old, new in changes.items():
@@ -68,7 +72,7 @@ def changed_source(source: str, changes: dict[str, str]) -> str:
 
 
 def count_lines(before: str, after: str) -> int:
-    """Return how many lines differ: a line in place of another one counts once."""
+    """Return how many lines differ; a line that replaces another one counts once."""
     pairs = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
     return sum(
         max(last - first, end - start)
@@ -107,7 +111,7 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 
 def compare(ours: list[Any], theirs: list[Any], is_drawn: bool) -> tuple[str, str]:
-    """Return how the other values of two epochs compare, and how their images do."""
+    """Return how the labels and other values of two epochs compare, and how their images compare."""
     if len(ours) != len(theirs):
         return f"{len(ours)} batches, torch has {len(theirs)}", ""
     largest, count, images = 0.0, 0, 0

@@ -54,7 +54,7 @@ class Samples:
 
 
 def recipes(transforms: Any) -> Iterator[tuple[str, int, int, list[Any]]]:
-    """Name, stored side, batch, steps."""
+    """Yield (name, stored side in pixels, batch size, steps) of each recipe."""
     flip, floats = (
         transforms.RandomHorizontalFlip(),
         [transforms.ToTensor(), transforms.Normalize(*NORMS)],
@@ -76,7 +76,7 @@ def recipes(transforms: Any) -> Iterator[tuple[str, int, int, list[Any]]]:
 
 
 def copy_rate(side_px: int, crop_px: int) -> float:
-    """Windows copied by NumPy into one buffer."""
+    """Return how many windows NumPy copies into one buffer in a second of CPU time."""
     store, out = Samples(side_px).samples_NCHW, np.empty((64, 3, crop_px, crop_px), np.uint8)
     rng, copied, start = np.random.default_rng(0), 0, time.process_time()
     while time.process_time() - start < ROUND_S:
@@ -154,7 +154,10 @@ class Items(torch.utils.data.Dataset[Any]):
 def loader_rate(
     name: str, transforms: Any, side_px: int = 32, channels_last: str = "", **options: Any
 ) -> dict[str, float]:
-    """Images a second of a loader: of CPU time, or with threads of the clock; none of trees without the format."""
+    """Return images per second of a loader: of CPU time, or with threads of wall time.
+
+    The result is empty if this tree's DataLoader does not have an option that the row needs.
+    """
     from fastdata import CachedDataset, DataLoader
 
     crop = transforms.RandomCrop(32, 4) if side_px == 32 else transforms.RandomCrop(224)
@@ -184,8 +187,8 @@ def loader_rate(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--beside", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--beside", type=Path, help="another tree of fastdata to compare with")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measured rounds")
     parser.add_argument("--json", type=Path, help="file to write every figure to")
     parser.add_argument(
         "--once",
@@ -232,7 +235,7 @@ def row_of(rates_of_trees: list[list[float]]) -> dict[str, Any]:
 
 
 def about(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what the figures were measured on."""
+    """Return facts about the measurement: rounds, the other tree, processor, load, version of torch."""
     git = ["git", "-C", str(arguments.beside or HERE), "rev-parse", "--short", "HEAD"]
     found = subprocess.run(git, capture_output=True, text=True)
     return {

@@ -33,7 +33,7 @@ MB = 1e6
 
 
 def memory(folder: Path, count: int, ranks: list[int]) -> list[Row]:
-    """PSS of the tree by the number of ranks."""
+    """Measure the PSS of the process tree for each number of ranks."""
     raw_bytes, rows, launchers = count * SAMPLE_BYTES, [], []
     for number in ranks:
         section = f"PSS of the tree, {raw_bytes / 1e9:.2f} GB of raw samples, {number} x {WORKERS}"
@@ -65,7 +65,7 @@ def memory(folder: Path, count: int, ranks: list[int]) -> list[Row]:
 
 
 def preparing(folder: Path, count: int, rounds: int) -> list[Row]:
-    """One rank and two on the same cores, in turns."""
+    """Compare preparing by one rank and by two ranks on the same cores."""
     competitors = {
         f"{ranks} rank{'s' * (ranks > 1)}": partial(
             on_ranks, ranks, _rank.__file__, "preparing", folder
@@ -81,7 +81,7 @@ def preparing(folder: Path, count: int, rounds: int) -> list[Row]:
 
 
 def attaching(folder: Path, count: int, rounds: int) -> list[Row]:
-    """The second of two ranks, once the first one has prepared."""
+    """Measure how long the second rank needs for its dataset after the first rank has prepared."""
     seconds = on_ranks(2, _rank.__file__, "attaching", folder, "--rounds", rounds)
     section = f"the dataset of a late rank, {count:,} photographs that are prepared"
     return [
@@ -106,8 +106,12 @@ def main() -> None:
         help="size of the raw samples whose memory is measured, in 10^9 bytes",
     )
     options.add_argument("--count", type=int, default=2000, help="number of photographs to prepare")
-    options.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    options.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    options.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks, for memory"
+    )
+    options.add_argument(
+        "--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="sections to run"
+    )
     chosen = options.parse_args()
     rows: list[Row] = []
     count = round(chosen.gigabytes * 1e9 / SAMPLE_BYTES)

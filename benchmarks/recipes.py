@@ -64,7 +64,7 @@ def crop_and_flip() -> list[Any]:
 
 
 def simclr_view() -> list[Any]:
-    """The view of the SimCLR paper, as its public reimplementations write it."""
+    """Return the view of the SimCLR paper, as its public reimplementations write it."""
     jitter = transforms.ColorJitter(0.8, 0.8, 0.8, 0.2)
     return [
         *crop_and_flip(),
@@ -76,7 +76,7 @@ def simclr_view() -> list[Any]:
 
 
 def timm_default() -> list[Any] | None:
-    """Timm's create_transform(224, is_training=True); None where timm is not installed."""
+    """Return the steps of timm's create_transform(224, is_training=True); None if timm is not installed."""
     if importlib.util.find_spec("timm") is None:
         return None
     from timm.data import create_transform
@@ -111,7 +111,7 @@ TARGETS = (15_000, 6_000, 5_000, 2_500, 5_000, 4_000)
 
 
 def ours(root: Path, steps: list[Any], **how: Any) -> tuple[Any, DataLoader[Any]]:
-    """A prepared dataset, and a loader with its best number of workers."""
+    """Return a prepared dataset, and a loader with its best number of workers."""
     dataset = ImageFolder(str(root), transforms.Compose(steps), **how)
     if how.get("storage") != "none":
         dataset.prepare()
@@ -126,7 +126,7 @@ def vanilla(root: Path, steps: list[Any]) -> Any:
 
 
 def recipe_rows(root: Path, name: str, target: int, rounds: int) -> list[Row]:
-    """A recipe from memory and from files, against vanilla; the crop recipe against other projects' loaders, too."""
+    """Compare a recipe from memory and from files with vanilla; the crop recipe also with other loaders."""
     steps = RECIPES[name]()
     if steps is None:
         return []
@@ -157,7 +157,7 @@ def recipe_rows(root: Path, name: str, target: int, rounds: int) -> list[Row]:
 
 
 def form_rows(root: Path, rounds: int) -> list[Row]:
-    """RandomResizedCrop and flip in all forms, from 256x256 and from images as decoded."""
+    """Measure RandomResizedCrop and flip for PIL images and tensors, from 256x256 and from images of full size."""
     section = "RandomResizedCrop, flip: forms"
     forms = {
         "PIL steps, float32": ([*crop_and_flip(), *last_steps()], "15,000"),
@@ -196,7 +196,7 @@ def _float_steps() -> list[Any]:
 
 
 def first_epoch_rows(root: Path, rounds: int) -> list[Row]:
-    """Decode, resize and crop every file once: filling the store, against vanilla's epoch and bare decoding."""
+    """Compare filling the store (decode, resize and crop every file) with vanilla's epoch and with bare decoding."""
     section = "first epoch: decode, Resize(256), CenterCrop(224)"
     steps = [transforms.Resize(256), transforms.CenterCrop(SIDE_PX), transforms.PILToTensor()]
     count = len(datasets.ImageFolder(str(root)))
@@ -264,7 +264,7 @@ def decode_all(root: Path) -> float:
 
 
 def memory_rows(rounds: int) -> list[Row]:
-    """Crops and flips of raw pixels against a bare copy and a bare conversion on one thread."""
+    """Compare crops and flips of raw pixels with a bare copy or a bare conversion in one thread."""
     from serve import convert, copy_crops
 
     rng = np.random.default_rng(0)
@@ -338,7 +338,7 @@ def memory_rows(rounds: int) -> list[Row]:
 
 
 def start_rows(root: Path, rounds: int) -> list[Row]:
-    """What ``import fastdata`` adds to torch's own import, and when a new loader's first batch is there."""
+    """Measure how long ``import fastdata`` takes after torch's import, and the first batch of a new loader."""
     steps, workers = transforms.Compose([*crop_and_flip(), *last_steps()]), usable_cores()
     originals = datasets.ImageFolder(str(root), steps)
 
@@ -375,7 +375,7 @@ def start_rows(root: Path, rounds: int) -> list[Row]:
 
 
 def import_ms(compiled: str) -> float:
-    """In a new process, with modules compiled before, as pip does, wherever they lie."""
+    """Return the milliseconds of ``import fastdata`` after torch, in a new process, with compiled modules."""
     code = f"""
 import sys, time, torch
 sys.dont_write_bytecode, sys.pycache_prefix = False, {compiled!r}
@@ -387,9 +387,13 @@ print(1000 * (time.perf_counter() - start))
 
 
 def peer_loaders(originals: Any, work: Path) -> dict[str, Any]:
-    """Loaders by what they read; a name says so where pixels differ from those of torchvision's antialiased filter."""
+    """Return the loaders of other projects that are installed, by name.
+
+    The name tells if the pixels differ from those of torchvision's antialiased filter.
+    """
     found: dict[str, Any] = {}
-    # DALI last: after its turn it prepares two batches of its next epoch, which the slow vanilla loader minds least.
+    # DALI is last: after its turn it prepares two batches of its next epoch, which delays the next competitor. That is
+    # the vanilla loader, whose turn is long.
     for module, loaders in {"ffcv": ffcv, "turboloader": turboloader, "nvidia.dali": dali}.items():
         try:
             importlib.import_module(module)
@@ -401,7 +405,7 @@ def peer_loaders(originals: Any, work: Path) -> dict[str, Any]:
 
 
 class Epochs:
-    """A loader whose epochs a function starts."""
+    """A loader that calls a function for the iterator of each epoch."""
 
     def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
         self.start = start
@@ -533,8 +537,9 @@ def main() -> None:
         default=2000,
         help="number of files; images are copied as often as needed",
     )
+    sections = ("start", "memory", "forms", "first", "recipes")
     options.add_argument(
-        "--sections", nargs="+", default=["start", "memory", "forms", "first", "recipes"]
+        "--sections", nargs="+", choices=sections, default=sections, help="sections to run"
     )
     args = options.parse_args()
     rows: list[Row] = []

@@ -78,7 +78,7 @@ class Place:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """Of one process; lists have an entry for each epoch."""
+    """Figures of one process; lists have an entry for each epoch."""
 
     seconds: list[float] = field(default_factory=list)
     images: list[int] = field(default_factory=list)
@@ -90,11 +90,11 @@ class Outcome:
     error: str = ""
 
 
-# The contenders: each imports what it needs, then is called to open its images
+# The contenders. Each imports its packages, and returns a function that opens the images.
 
 
 def chunked(kind: str, place: Place) -> Callable[[], Any]:
-    import s3fs  # noqa: F401  # by fastdata, where it is first needed
+    import s3fs  # noqa: F401  # fastdata imports it when it is first needed
 
     options: dict[str, Any] = dict(place.remote_options)
     if options.get("storage_options"):
@@ -128,7 +128,7 @@ def litdata(kind: str, place: Place, **options: Any) -> Callable[[], Any]:
     from litdata import StreamingDataLoader, StreamingDataset
     from litdata.streaming import downloader
 
-    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # it has no option for that
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # LitData has no public option for it
 
     def make() -> Any:
         dataset = StreamingDataset(
@@ -167,7 +167,7 @@ def litdata_folder(place: Place, **options: Any) -> Callable[[], Any]:
 
 
 def decode_photo(data: bytes) -> tuple[torch.Tensor, int]:
-    """What the steps make of a file; LitData tells no class."""
+    """Return the image of a file after the steps, and class 0: LitData does not give the class."""
     with Image.open(io.BytesIO(data)) as image:
         return transforms.Compose(STEPS)(image.convert("RGB")), 0
 
@@ -192,7 +192,7 @@ def mosaic(kind: str, place: Place, **options: Any) -> Callable[[], Any]:
 
 
 def decode_sample(sample: tuple[bytes, int]) -> tuple[torch.Tensor, int]:
-    """By the fastest decoder here, which fastdata uses too; torchvision's own is not in every build of it."""
+    """Decode by simplejpeg, the fastest decoder for Python; torchvision's decoder is not in all of its builds."""
     return torch.from_numpy(simplejpeg.decode_jpeg(sample[0])).permute(
         2, 0, 1
     ).contiguous(), sample[1]
@@ -201,9 +201,9 @@ def decode_sample(sample: tuple[bytes, int]) -> tuple[torch.Tensor, int]:
 def contenders(
     kind: str, only: Sequence[str] = ()
 ) -> dict[str, Callable[[Place], Callable[[], Any]]]:
-    """By name, those that begin with one of ``only``, if there are some.
+    """Return contenders by name: all, or those whose names begin with one of ``only``.
 
-    Those called local read the files of this machine, as the local folder of a later epoch has them.
+    Contenders named "local" read files of this machine, such as a local cache has in later epochs.
     """
     found = _contenders(kind)
     return {name: found[name] for name in found if name.startswith(tuple(only) or "")}
@@ -234,7 +234,7 @@ def _contenders(kind: str) -> dict[str, Callable[[Place], Callable[[], Any]]]:
 def build(
     root: Path, bucket: Path, shard_bytes: int, kinds: Sequence[str], only: Sequence[str]
 ) -> int:
-    """Everything that the contenders read; the number of images."""
+    """Write everything that the contenders read; return the number of images."""
     shutil.copytree(root, bucket / "train")
     for kind, codec in CODECS.items():
         transform = transforms.Compose(STEPS)
@@ -256,7 +256,7 @@ def build(
 
 
 def samples(kind: str, photos: ImageFolder) -> Iterator[tuple[Any, int]]:
-    """Pixels, or the bytes that fastdata's codec makes of them."""
+    """Yield (pixels, label) of each image, or, for kind "jpeg", (encoded bytes, label)."""
     assert photos.reader().kept is not None
     encode = JpegCodec().encode if kind == "jpeg" else np.ascontiguousarray
     for index, label in enumerate(photos.targets):
@@ -289,9 +289,9 @@ def write_mds(kind: str, photos: ImageFolder, target: Path, shard_bytes: int) ->
 
 
 def measure(contender: Callable[[Place], Callable[[], Any]], place: Place, connection: Any) -> None:
-    """Two epochs in this process; its memory is looked at twice a second."""
+    """Run two epochs in this process, whose memory is measured twice a second; send the outcome."""
     outcome = Outcome()
-    # As in a script; here it would be that of this process.
+    # The default in scripts on Linux. Here it would be "spawn", by which this process was started.
     multiprocessing.set_start_method("fork", force=True)
     try:
         make = contender(place)
@@ -306,7 +306,7 @@ def measure(contender: Callable[[Place], Callable[[], Any]], place: Place, conne
                 outcome.server_cpu_s.append(stats.cpu_s)
                 start = time.perf_counter()
         outcome.peak_bytes = peak.size_bytes
-    except Exception as problem:  # noqa: BLE001  # what a contender made of a fault is told, not raised
+    except Exception as problem:  # noqa: BLE001  # a contender's error is a result of the benchmark
         print(traceback.format_exc(limit=-1), file=sys.stderr)
         outcome.error = f"{type(problem).__name__}: {str(problem).strip().splitlines()[-1]}"
     outcome.local_bytes = sum(
@@ -353,7 +353,7 @@ def in_own_process(
 
 
 def download_s(server: ThrottledS3, bucket: Path, below: str, threads: int) -> float:
-    """Seconds in which the bytes of a folder come, by plain requests for pieces of them."""
+    """Return the seconds that plain requests, for pieces of files, take to download a folder."""
     paths = [path for path in (bucket / below).rglob("*") if path.is_file()]
     pieces = [
         (path, start) for path in paths for start in range(0, path.stat().st_size, DOWNLOAD_BYTES)
@@ -389,7 +389,7 @@ QUESTIONS: dict[str, tuple[str, Callable[[Outcome], float]]] = {
 def rows_of(
     kind: str, outcomes: dict[str, list[Outcome]], download: list[float], count: int
 ) -> list[Row]:
-    """All answers about one form of the images; a run that failed is in none of them."""
+    """Return the rows of one kind of images, without runs that failed."""
     runs = {name: [run for run in rounds if not run.error] for name, rounds in outcomes.items()}
     rates = {
         name: tuple(run.images[0] / run.seconds[0] for run in good)
@@ -430,7 +430,11 @@ def main() -> None:
         help="size of shards of LitData and Mosaic in MiB; the default is what both recommend",
     )
     options.add_argument(
-        "--kinds", nargs="+", choices=[*CODECS, "folder"], default=[*CODECS, "folder"]
+        "--kinds",
+        nargs="+",
+        choices=[*CODECS, "folder"],
+        default=[*CODECS, "folder"],
+        help="kinds of images to read",
     )
     options.add_argument(
         "--only", nargs="+", default=[], help="measure only contenders whose names begin with this"

@@ -114,7 +114,7 @@ def convert(batch_size: int, side_px: int) -> Measure:
 
 
 def photos_uint8(root: Path, rounds: int) -> list[Row]:
-    """Photographs, 224 crop and flip, uint8, batch 64: against the copy and against vanilla."""
+    """Compare photographs (224 crop and flip, uint8, batch 64) with the bare copy and with vanilla."""
     section = "224 crop + flip of 256x256, uint8, batch 64"
     vanilla, vanilla_workers = best_vanilla(root, photo_transform("uint8"), 64)
     with ImageFolder(
@@ -151,7 +151,7 @@ def photos_uint8(root: Path, rounds: int) -> list[Row]:
 
 
 def photos_float32(root: Path, rounds: int) -> list[Row]:
-    """Photographs, normalised to float32: against the bare conversion."""
+    """Compare photographs, normalised to float32, with the bare conversion."""
     section = "224 crop + flip of 256x256, normalised float32, batch 64"
     with ImageFolder(
         str(root),
@@ -173,7 +173,7 @@ def photos_float32(root: Path, rounds: int) -> list[Row]:
 
 
 def small_112(cifar: Path, rounds: int) -> list[Row]:
-    """CIFAR at 112x112, flip, uint8, batch 256: against the copy."""
+    """Compare CIFAR at 112x112 (flip, uint8, batch 256) with the bare copy."""
     section = "flip of 112x112, uint8, batch 256"
     transform = transforms.Compose(
         [transforms.Resize(112), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
@@ -199,7 +199,7 @@ def small_112(cifar: Path, rounds: int) -> list[Row]:
 
 
 def small_32(cifar: Path, rounds: int) -> list[Row]:
-    """CIFAR at 32x32, padded crop, flip, normalised, batch 512."""
+    """Measure CIFAR at 32x32: padded crop, flip, normalised, batch 512."""
     transform = transforms.Compose(
         [
             transforms.RandomCrop(32, padding=4),
@@ -227,7 +227,7 @@ def small_32(cifar: Path, rounds: int) -> list[Row]:
 
 
 def preparing(root: Path, rounds: int) -> list[Row]:
-    """Preparation against one vanilla epoch."""
+    """Compare preparing with one vanilla epoch."""
     vanilla, vanilla_workers = best_vanilla(root, photo_transform("uint8"), 64)
     count = len(vanilla.dataset)
 
@@ -254,7 +254,7 @@ def first_batch_ms(make_loader: Callable[[], DataLoader]) -> float:
 
 
 def latency_and_threads(root: Path, rounds: int) -> list[Row]:
-    """First batch after construction; one thread against two."""
+    """Measure the time to the first batch of a new loader, and compare one thread with two."""
     with ImageFolder(
         str(root),
         photo_transform("uint8"),
@@ -276,7 +276,7 @@ def latency_and_threads(root: Path, rounds: int) -> list[Row]:
 
 
 def memory(root: Path, rounds: int) -> list[Row]:
-    """Peak PSS of the process tree over 20 epochs with 4 workers, against the raw data."""
+    """Compare the peak PSS of the process tree over 20 epochs with 4 workers with the size of the raw data."""
     del rounds
     after_epoch = []
     with (
@@ -313,7 +313,7 @@ def memory(root: Path, rounds: int) -> list[Row]:
 
 
 SECTIONS = {
-    "memory": memory,  # first, before other sections have left their marks on the process
+    "memory": memory,  # first: later, memory of other sections would count
     "photos_uint8": photos_uint8,
     "photos_float32": photos_float32,
     "latency_and_threads": latency_and_threads,
@@ -342,7 +342,9 @@ def main() -> None:
         default=10_000,
         help="number of files of small images; they are copied as often as needed",
     )
-    options.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    options.add_argument(
+        "--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run"
+    )
     chosen = options.parse_args()
     small = {"small_112", "small_32"}
     rows: list[Row] = []

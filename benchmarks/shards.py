@@ -36,7 +36,7 @@ CORES = 2
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """Two nodes with a core each, and a head that runs no task."""
+    """Start a Ray cluster of two nodes with one core each, and a head that runs no tasks."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -53,7 +53,7 @@ def cluster() -> Iterator[None]:
 
 
 def warm_up() -> None:
-    """Have a worker on each node that has imported what it needs: Ray ends idle ones when others start."""
+    """Start workers that import fastdata on each node. Needed before each build, because Ray ends idle workers."""
     import ray
 
     task = ray.remote(num_cpus=1)(importlib.import_module)
@@ -64,7 +64,7 @@ def warm_up() -> None:
 
 
 def build(root: Path, work: Path, shard_size: str, engine: str) -> float:
-    """Seconds to write a cache."""
+    """Return the seconds in which a cache is written; then delete it."""
     transform = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(256)])
     cache_dir = work / engine
     options = {"prepare_workers": CORES, "shard_bytes": shard_size}
@@ -86,7 +86,7 @@ def main() -> None:
         default=3000,
         help="number of files; images are copied as often as needed",
     )
-    options.add_argument("--shard-size", default="32MiB")
+    options.add_argument("--shard-size", default="32MiB", help="size of the shards")
     options.add_argument("--work", type=Path, help="folder in which a temporary folder is made")
     options.add_argument(
         "--as-driver",
@@ -115,7 +115,7 @@ def main() -> None:
                 {
                     "local": lambda: chosen.count / build(root, work, chosen.shard_size, "local"),
                     "ray": by_ray,
-                    # a driver of its own has workers of its own
+                    # a new driver starts new workers
                     "started": lambda: (
                         chosen.count
                         / seconds_of(partial(subprocess.run, [*map(str, alone)], check=True))

@@ -46,25 +46,25 @@ def count_images(loader: Any) -> int:
 
 
 def test_vanilla(benchmark: Any, photos: Path, transform: Any) -> None:
-    """Torchvision's ImageFolder, torch's DataLoader with a worker per core."""
+    """Measure torchvision's ImageFolder and torch's DataLoader, with a worker per core."""
     loader = vanilla_loader(datasets.ImageFolder(str(photos), transform), BATCH, usable_cores())
     assert benchmark.pedantic(count_images, (loader,), rounds=3, warmup_rounds=1) == 400
 
 
 def test_fastdata(benchmark: Any, prepared: ImageFolder) -> None:
-    """Both imports swapped."""
+    """Measure fastdata's ImageFolder and DataLoader."""
     loader = DataLoader(prepared, batch_size=BATCH, shuffle=True, num_workers=usable_cores())
     assert benchmark.pedantic(count_images, (loader,), rounds=10, warmup_rounds=2) == 400
 
 
 def test_fastdata_in_torchs_loader(benchmark: Any, prepared: ImageFolder) -> None:
-    """Only the dataset swapped, torch's DataLoader in the main process."""
+    """Measure fastdata's ImageFolder in torch's DataLoader without workers."""
     loader = TorchDataLoader(prepared, batch_size=BATCH, shuffle=True, collate_fn=collate)
     assert benchmark.pedantic(count_images, (loader,), rounds=10, warmup_rounds=2) == 400
 
 
 def test_preparation(benchmark: Any, photos: Path, transform: Any) -> None:
-    """Decode and resize everything once."""
+    """Measure preparing: decode and resize all images once."""
 
     def prepare() -> int:
         with ImageFolder(

@@ -64,7 +64,10 @@ Feed = Callable[[], Batches]
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument(
-        "--models", nargs="*", default=["resnet18", "resnet50", "vit_small_patch16_224"]
+        "--models",
+        nargs="*",
+        default=["resnet18", "resnet50", "vit_small_patch16_224"],
+        help="models of torchvision, or of timm if the name begins with vit",
     )
     options.add_argument(
         "--count", type=int, default=16_384 if IS_GPU else 32, help="number of image files"
@@ -73,7 +76,7 @@ def main() -> None:
     options.set_defaults(rounds=2)
     chosen = options.parse_args()
     if not IS_GPU:
-        print("No CUDA device: a tiny run on the CPU, to see that it works. These are no figures.")
+        print("No CUDA device: a tiny run on the CPU, only to check that the script works.")
     with ExitStack() as stack:
         given, words = stack.enter_context(
             class_folders(chosen.images, count=None if chosen.images else 64)
@@ -110,10 +113,10 @@ def main() -> None:
 
 
 def make_feeds(folder: str, stack: ExitStack) -> tuple[dict[str, Feed], dict[str, Any]]:
-    """Batches on the GPU by each way, without end, and what was chosen for them.
+    """Return functions that start endless batches on the GPU, by the way of loading, and the settings that were chosen.
 
-    Each is begun anew for a round, and its workers end with it: else they would fill their queues while another one is
-    measured.
+    A function is called for each round, and its workers end with the round. Otherwise they would fill their queues
+    while another way is measured.
     """
     crop = [transforms.RandomResizedCrop(CROP_PX), transforms.RandomHorizontalFlip()]
     floats = [transforms.ToTensor(), transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
@@ -164,7 +167,7 @@ def torch_loader(data: Any, workers: int, **options: Any) -> TorchLoader[Any]:
 
 
 def end_to_end(samples: list[Any]) -> tuple[torch.Tensor, list[int], torch.Tensor]:
-    """Files in one tensor: each of its own would take a descriptor on its way from a worker."""
+    """Join files to one tensor, because each tensor from a worker needs a file descriptor."""
     files, labels = zip(*samples, strict=True)
     return torch.cat(files), [len(data) for data in files], torch.tensor(labels)
 
@@ -174,7 +177,7 @@ def forever(batches: Batches) -> Iterator[Any]:
 
 
 def moved(data: Any, workers: int) -> Iterator[Any]:
-    """As most scripts do."""
+    """Yield batches of torch's loader, moved to the GPU as most scripts do it."""
     for images, labels in forever(torch_loader(data, workers)):
         images = images.to(DEVICE, memory_format=torch.channels_last, non_blocking=True)
         yield _as_fed(images), labels.to(DEVICE, non_blocking=True)
@@ -192,7 +195,7 @@ def decoded_there(data: Any, crop: Callable[[torch.Tensor], torch.Tensor]) -> It
 
 
 def _as_fed(images: torch.Tensor) -> torch.Tensor:
-    """As the model takes them; uint8 is normalised here."""
+    """Return images in the model's dtype; uint8 is normalised first."""
     if images.is_floating_point():
         return images.to(FLOAT)
     mean_C11, std_C11 = (
@@ -268,7 +271,7 @@ def train_rows(model: str, feeds: dict[str, Feed], rounds: int, seconds: float) 
 
 
 class Measured:
-    """Of one round."""
+    """Figures of one round."""
 
     def __init__(
         self, images_per_s: float, waiting_percent: float, utilisation_percent: float
@@ -279,9 +282,9 @@ class Measured:
 
 
 def measure(feed: Feed, step: Step | None, seconds: float) -> Measured:
-    """Take batches, with the step if there is one, for so long.
+    """Take batches for some seconds, and run the step on each if there is one.
 
-    The first ones do not count, in which workers start, and what they have read ahead is used up.
+    The first WARM_STEPS batches do not count: workers start, and batches that were read ahead are used up.
     """
     iterator = iter(feed())
     for batch in islice(iterator, WARM_STEPS):
@@ -301,7 +304,7 @@ def measure(feed: Feed, step: Step | None, seconds: float) -> Measured:
             count += len(labels)
             del images, labels
             stamps.append((asked, answered))
-            if len(stamps) % 8 == 0:  # so that the clock is the GPU's, too
+            if len(stamps) % 8 == 0:  # so that this loop is at most some steps ahead of the GPU
                 stamps[-4][1].synchronize()
         synchronize()
         length_s = time.perf_counter() - start
@@ -319,7 +322,7 @@ def synchronize() -> None:
 
 
 class Clock:
-    """In place of an event where there is no GPU."""
+    """Stands for a CUDA event if there is no GPU."""
 
     def record(self) -> None:
         self.at = time.perf_counter()
@@ -339,7 +342,7 @@ def event() -> Any:
 
 @contextmanager
 def utilisation(every_s: float = 0.1) -> Iterator[list[float]]:
-    """Ask the driver now and then; nothing where it cannot be asked."""
+    """Yield a list that a thread fills with the GPU's utilisation in percent; it stays empty without NVML."""
     looks: list[float] = []
     ended = threading.Event()
 

@@ -46,7 +46,7 @@ FLIP_AND_FLOATS = [
 
 
 def conversion_of(steps: list[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What a prefetcher does to uint8 batches of these steps."""
+    """Return the conversion that a prefetcher applies to uint8 batches of these steps."""
     plan = split_transform(transforms.Compose(steps), form="tensor")
     return ToFloats(plan.batch_ops[-1])
 
@@ -58,7 +58,7 @@ DEVICE_WORK: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tens
     ),
     "ToTensor, Normalize": (conversion_of(FLIP_AND_FLOATS), lambda images: 5 * images.numel()),
 }
-"""Name -> what runs on a uint8 batch on the device, and the bytes that it must read and write at least."""
+"""Name -> a function of a uint8 batch on the device, and one that returns the bytes that it must read and write."""
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
         default=10.0,
         help="length of a step in ms; it must be longer than a copy",
     )
-    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--rounds", type=int, default=5, help="number of measured rounds")
     options.add_argument(
         "--json", type=Path, help="file to write every figure to, with versions and machine"
     )
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def measure_waits(batches: list[torch.Tensor], chosen: argparse.Namespace) -> list[Row]:
-    """Milliseconds of each step that the GPU's stream waits for its batch, and the step's whole length."""
+    """Measure how long the GPU's stream waits for the batch of a step, and how long the step is, in ms."""
     steps = chosen.steps
     pinned = [batch.pin_memory() for batch in batches]
     resident = [batch.cuda() for batch in batches]
@@ -180,7 +180,7 @@ def measure_waits(batches: list[torch.Tensor], chosen: argparse.Namespace) -> li
 
 
 class InTurn:
-    """``steps`` batches, these in turn: together they are larger than the device's cache."""
+    """An iterable of ``steps`` batches: the given ones in turn, which together are larger than the device's cache."""
 
     def __init__(self, batches: list[torch.Tensor], steps: int) -> None:
         self.batches, self.steps = batches, steps
@@ -211,7 +211,7 @@ def first(batch: Any) -> torch.Tensor:
 
 
 def make_busy_step(step_ms: float) -> Callable[[torch.Tensor], None]:
-    """A step that reads the batch and then multiplies matrices for about so long: the GPU is the limit."""
+    """Return a step that reads the batch and then multiplies matrices for about ``step_ms``: the GPU is the limit."""
     matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.float16) / 64
 
     def products(count: int) -> None:
@@ -234,7 +234,7 @@ def make_busy_step(step_ms: float) -> Callable[[torch.Tensor], None]:
 
 
 def make_launch_bound_step(layers: int = 400) -> Callable[[torch.Tensor], None]:
-    """A step of kernels so small that launching them is the limit: it shows what the prefetcher's thread costs it."""
+    """Return a step of small kernels whose launch is the limit: it shows how much a prefetcher's thread delays it."""
     weight = torch.randn(64, 64, device="cuda") / 8
 
     def step(images: torch.Tensor) -> None:
@@ -248,7 +248,7 @@ def make_launch_bound_step(layers: int = 400) -> Callable[[torch.Tensor], None]:
 def ms_per_step(
     batches: Iterable[torch.Tensor], step: Callable[[torch.Tensor], None], waits: list[float]
 ) -> float:
-    """Length of a step; adds to ``waits`` how long the device's stream stood between a step's end and its batch."""
+    """Return the mean length of a step; append to ``waits`` the mean time that the stream waits for a batch."""
     iterator = iter(batches)
     stamps = []
     torch.cuda.synchronize()
@@ -360,7 +360,7 @@ def device_gb_per_s(work: Callable[[], Any], size_bytes: int, repeats: int = 50)
 
 
 def measure_batch_ops(batch_size: int, chosen: argparse.Namespace) -> list[Row]:
-    """Images a second of a loop with an empty step."""
+    """Measure images per second of a loop with an empty step."""
     noise = torch.randint(0, 256, (16 * batch_size, 3, STORED_PX, STORED_PX), dtype=torch.uint8)
     samples = [(image, 0) for image in noise]
     crop = transforms.Compose([transforms.RandomCrop(224), *FLIP_AND_FLOATS])

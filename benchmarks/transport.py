@@ -32,7 +32,7 @@ TORCH, RING, OURS = "torch DataLoader", "torch DataLoader, RingCollate", "fastda
 
 
 class Tensors(Dataset[Any]):
-    """Samples that lie in memory: what is left is the cost of the way."""
+    """Samples that are in memory already, so that only the cost of the transport is measured."""
 
     def __init__(self, count: int, shape: tuple[int, ...], dtype: torch.dtype, length: int) -> None:
         self.images = torch.randint(0, 255, (count, *shape)).to(dtype)
@@ -46,14 +46,14 @@ class Tensors(Dataset[Any]):
 
 
 class Lists(Tensors):
-    """Whole batches as lists of samples."""
+    """Tensors with ``__getitems__`` that returns a list of samples."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         return [self[index] for index in indices]
 
 
 class Gathered(Tensors):
-    """Whole batches as tensors, gathered into memory of their own."""
+    """Tensors with ``__getitems__`` that gathers a whole batch into new memory."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         index_B = torch.tensor(indices) % len(self.images)
@@ -61,7 +61,7 @@ class Gathered(Tensors):
 
 
 class Photos(Dataset[Any]):
-    """PIL images through a transform that needs Python for each."""
+    """PIL images with a transform that runs in Python for each sample."""
 
     def __init__(self, length: int) -> None:
         self.images = [Image.fromarray(photo(index, (256, 256))) for index in range(32)]
@@ -102,7 +102,7 @@ def tree_cpu_s() -> float:
 
 
 def epoch(loader: Any, cpu_us: list[float]) -> float:
-    """Images a second of one epoch; its CPU time per image goes to ``cpu_us``."""
+    """Return images per second of one epoch; append its CPU time per image to ``cpu_us``."""
     images, cpu_s, start = 0, tree_cpu_s(), time.perf_counter()
     for batch in loader:
         images += len(batch[0])
@@ -188,7 +188,7 @@ def pil_transform(rounds: int) -> list[Row]:
 
 
 def second_epoch(rounds: int) -> list[Row]:
-    """From iter() to the first batch, with workers that persist."""
+    """Measure the time from iter() to the first batch, with persistent workers."""
 
     def first_batch_ms(loader: Any) -> float:
         start = time.perf_counter()
@@ -219,7 +219,7 @@ def second_epoch(rounds: int) -> list[Row]:
 
 
 def four_loaders(rounds: int) -> list[Row]:
-    """Batches of four fastdata loaders in turns; each has more bytes under way than a 64 MB /dev/shm holds."""
+    """Read batches of four loaders of fastdata in turns; each has more bytes in its slots than 64 MB of /dev/shm."""
     loaders = [roads(Lists(128, (3, 224, 224), torch.float32, 512))[OURS] for _ in range(4)]
 
     def run() -> float:

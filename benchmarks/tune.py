@@ -42,7 +42,7 @@ Settings = dict[str, Any]
 
 
 class Chosen(NamedTuple):
-    """Who chose what, by which loader it is measured, and what the choice took."""
+    """Settings that were chosen, and the loader and the number of torch's threads with which they are measured."""
 
     settings: Settings
     loader: type[TorchDataLoader[Any]]
@@ -56,14 +56,14 @@ class Chosen(NamedTuple):
         return f"{self.settings['num_workers']} {kind}, prefetch {self.settings.get('prefetch_factor', 2)}"
 
     def probed(self, dataset: Synthetic, window_s: float) -> float:
-        """The rate as tune finds it."""
+        """Return the rate, measured as tune measures it."""
         return in_subprocess(
             lambda: probe(self.over(dataset), seconds=window_s),
             limit_s=LIMIT_S,
         )
 
     def counted(self, dataset: Synthetic, window_s: float) -> float:
-        """The rate of a plain loop, in which an error of tune's own measuring would show."""
+        """Return the rate of a plain loop, which would show an error in tune's own measurement."""
         return in_subprocess(partial(self._count, dataset, window_s), limit_s=LIMIT_S)
 
     def over(self, dataset: Synthetic) -> TorchDataLoader[Any]:
@@ -75,9 +75,8 @@ class Chosen(NamedTuple):
             torch.set_num_threads(self.num_threads)
         loader = self.over(dataset)
         batches, begun, served = iter(loader), time.perf_counter(), 0
-        for _ in range(
-            1 + loader.num_workers * (1 + (loader.prefetch_factor or 0))
-        ):  # nothing is left of the start
+        # The batches that were read ahead while workers started do not count.
+        for _ in range(1 + loader.num_workers * (1 + (loader.prefetch_factor or 0))):
             next(batches)
             if time.perf_counter() - begun > window_s:
                 break
@@ -89,7 +88,7 @@ class Chosen(NamedTuple):
 
 
 def cells() -> list[Settings]:
-    """The grid; without workers neither their kind nor what they read ahead makes a difference."""
+    """Return all settings of the grid; without workers their kind and prefetch_factor make no difference."""
     rows = [dict(zip(GRID, values, strict=True)) for values in product(*GRID.values())]
     return [{"num_workers": 0}, *(row for row in rows if row["num_workers"])]
 
@@ -100,14 +99,14 @@ def timed(action: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def search(dataset: Synthetic, window_s: float) -> list[tuple[Chosen, float]]:
-    """All cells with their rates, the fastest first."""
+    """Return all settings with their rates, the fastest first."""
     found = [Chosen(settings, DataLoader) for settings in cells()]
     rates = [(chosen, chosen.probed(dataset, window_s)) for chosen in found]
     return sorted(rates, key=lambda each: -each[1])
 
 
 def ask_loadtune(dataset: Synthetic, steps: int) -> tuple[Settings, int | None, int]:
-    """The loader's options and the threads that loadtune recommends, and the number of its measurements."""
+    """Return the loader options and threads that loadtune recommends, and the number of its measurements."""
     loadtune: Any = importlib.import_module("loadtune")
     workload = loadtune.Workload(
         name=type(dataset).__name__,
@@ -212,7 +211,7 @@ def _engine(chosen: Chosen) -> str:
 
 
 def find_loadtune(folder: Path | None) -> str | None:
-    """Its version, or None."""
+    """Return the version of loadtune; None, after a hint, if it is not installed."""
     if folder is not None:
         sys.path.insert(0, str(folder))
     try:
@@ -228,7 +227,9 @@ def find_loadtune(folder: Path | None) -> str | None:
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(rounds=3)
-    options.add_argument("--loaders", nargs="+", choices=LOADERS, default=list(LOADERS))
+    options.add_argument(
+        "--loaders", nargs="+", choices=LOADERS, default=list(LOADERS), help="datasets to measure"
+    )
     options.add_argument(
         "--window",
         type=float,
