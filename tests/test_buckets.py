@@ -1,4 +1,4 @@
-"""Images that keep their shape: buckets, and batches of one size each."""
+"""Images of several shapes: buckets, and batches of one size each."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def is_part_of(part: torch.Tensor, whole: torch.Tensor) -> bool:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("before", [[], [v1.RandomHorizontalFlip(0)]], ids=["prepared", "read"])
 def test_pixels_are_those_of_torchvisions_resize_and_crop(form: str, before: list[Any]) -> None:
-    """In the dataset and as a plain callable, each image becomes the size of which it keeps most."""
+    """In a dataset and as a plain callable, each image gets the bucket that keeps most of it."""
     last = [v1.PILToTensor()] if form == "PIL" else []
     to_bucket = ResizeToBucket(SIZES)
     dataset = cached(FORMS[form], *before, to_bucket, *last)
@@ -88,7 +88,7 @@ def test_pixels_are_those_of_torchvisions_resize_and_crop(form: str, before: lis
 
 
 def test_random_crops_are_parts_of_the_resized_image() -> None:
-    """The place is uniform over all that are possible; the resize runs once per image."""
+    """Each possible place of the crop is equally likely, and an image is resized once."""
     steps = ResizeToBucket(SIZES, crop="random"), v1.PILToTensor()
     dataset = cached(PHOTOS, *steps)
     assert len(dataset.plan.prepare) == 1
@@ -105,7 +105,7 @@ def test_random_crops_are_parts_of_the_resized_image() -> None:
 
 
 def test_bicubic_images_are_torchvisions() -> None:
-    """``interpolation=`` is that of torchvision's Resize."""
+    """``interpolation=`` has the same effect as in torchvision's Resize."""
     [image] = PHOTOS[:1]
     dataset = cached([image], ResizeToBucket([(20, 20)], interpolation="bicubic"), v2.PILToTensor())
     side = 20 * max(image.size) / min(image.size)
@@ -121,7 +121,7 @@ def test_bicubic_images_are_torchvisions() -> None:
 
 @pytest.mark.parametrize("crop", ["center", "random"])
 def test_each_batch_has_one_size_however_it_is_read(folder: Path, crop: Any) -> None:
-    """Every storage, engine and number of workers serves the same batches, whole."""
+    """All storages, engines and numbers of workers give the same whole batches."""
     steps = [ResizeToBucket(SIZES, crop), v1.RandomHorizontalFlip(), v1.ToTensor()]
     ways = [
         ("shared", {}),
@@ -148,7 +148,7 @@ def test_each_batch_has_one_size_however_it_is_read(folder: Path, crop: Any) -> 
 
 
 def test_prefetchers_and_torchs_loader_take_bucketed_batches(folder: Path) -> None:
-    """A prefetcher without a GPU passes them on, and torch's own loader gets them stacked."""
+    """A prefetcher without a GPU returns them unchanged, and torch's loader stacks them."""
     dataset = ImageFolder(folder, v1.Compose([ResizeToBucket(SIZES), v1.ToTensor()]))
     sampler = BucketSampler(dataset, 5)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=1)
@@ -159,7 +159,7 @@ def test_prefetchers_and_torchs_loader_take_bucketed_batches(folder: Path) -> No
 
 
 def test_subsets_and_joined_datasets_are_read_whole() -> None:
-    """A batch of a ConcatDataset may have samples of each part, and a Subset gives only its own."""
+    """A batch over a ConcatDataset may mix its datasets; a Subset gives only its own samples."""
     steps = ResizeToBucket(SIZES), v1.PILToTensor()
     both = ConcatDataset([cached(PHOTOS[:9], *steps), cached(PHOTOS[9:], *steps)])
     half = Subset(both, range(5, 25))
@@ -178,7 +178,7 @@ def test_subsets_and_joined_datasets_are_read_whole() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"weights": [1, 0, 2] * 7 + [1, 4]}])
 def test_ranks_divide_the_batches(world_size: int, options: dict[str, Any]) -> None:
-    """All ranks get equally many batches of one shape each, and together the batches of one rank."""
+    """All ranks get equally many batches of one shape each; together they are the batches of one rank."""
     alone = BucketSampler(SHAPES, 4, world_size=1, rank=0, **options)
     ranks = [
         BucketSampler(SHAPES, 4, world_size=world_size, rank=rank, **options)
@@ -201,7 +201,7 @@ def test_ranks_divide_the_batches(world_size: int, options: dict[str, Any]) -> N
 
 
 def test_weights_are_shares_of_an_epoch() -> None:
-    """A sample comes as often as its weight says, whatever bucket it is in."""
+    """Each sample comes as often as its weight says, whatever its bucket."""
     weights = np.array([0.0, 1.0, 2.0, 3.0, 4.0, 0.5])
     shapes = [(1, 2), (2, 1), (1, 2), (2, 1), (3, 3), (1, 2)]
     sampler = BucketSampler(shapes, 4, weights=weights, num_samples=40_000)
@@ -211,7 +211,7 @@ def test_weights_are_shares_of_an_epoch() -> None:
 
 
 def test_epochs_differ_and_resume_on_other_ranks() -> None:
-    """A state taken on two ranks goes on with one; another batch size is refused."""
+    """A state of two ranks can be resumed on one; another batch size is refused."""
     steps = ResizeToBucket(SIZES, crop="random"), v1.PILToTensor()
     dataset = cached(PHOTOS, *steps, seed=0)
     loaders = [
@@ -240,7 +240,7 @@ def test_epochs_differ_and_resume_on_other_ranks() -> None:
 
 
 def test_without_shuffling_batches_follow_the_dataset() -> None:
-    """Samples of a shape stay in order, and batches are in the order of their first samples."""
+    """Samples of one shape stay in order, and batches are sorted by their first samples."""
     shapes = [(1, 1), (2, 2), (1, 1), (1, 1), (2, 2), (3, 3)]
     sampler = BucketSampler(np.array(shapes), 2, shuffle=False)
     assert list(sampler) == [[0, 2], [1, 4], [3], [5]] == list(sampler)
@@ -250,7 +250,7 @@ def test_without_shuffling_batches_follow_the_dataset() -> None:
 
 
 def test_buckets_are_found_by_ratio(folder: Path) -> None:
-    """Two groups of ratios give their two means; headers of files and stored images the same."""
+    """Two groups of aspect ratios give two buckets, from file headers and from stored images alike."""
     shapes = [(3, 40, 60)] * 5 + [(3, 41, 60), (3, 60, 30), (3, 61, 30)]
     images = [(torch.zeros(shape, dtype=torch.uint8), 0) for shape in shapes]
     assert find_buckets(CachedDataset(images), 2, 4096, multiple_of=1) == [(91, 45), (52, 78)]
@@ -274,7 +274,7 @@ class Unknown(Dataset[Any]):
 
 
 def test_wrong_arguments_are_refused() -> None:
-    """Buckets that are none, a dataset without known shapes, and sizes that are drawn."""
+    """Invalid buckets, datasets without known shapes, and sizes that are drawn at random are errors."""
     for wrong, text in (
         ([], "there are no buckets"),
         ([(8, 0)], r"\(8, 0\) is not the size of a bucket"),
@@ -304,7 +304,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize("storage", ["shared", "none"])
 def test_a_batch_of_several_sizes_names_two_samples(folder: Path, storage: Any) -> None:
-    """With their sizes, files and the cure; a collate_fn of the user's gets them one by one."""
+    """The error has two files, their sizes and the cure; the user's own collate_fn gets such samples."""
     dataset = ImageFolder(folder, v1.ToTensor(), storage=storage)
     first, other = (dataset[index][0].shape for index in (0, 1))
     with pytest.raises(
@@ -347,7 +347,7 @@ def test_images_of_several_modes_get_their_own_cure() -> None:
 
 
 def test_samples_of_any_dataset_are_named_by_their_place() -> None:
-    """Errors name samples of other datasets, also in worker processes; other errors are torch's."""
+    """Errors name samples of other datasets by their place in the batch, in processes too; other errors are torch's."""
     for workers in (0, 1):
         with pytest.raises(MixedSizesError, match=r"sample 0 of the batch is \(3, 4, 5\) and samp"):
             list(DataLoader(Unknown(), batch_size=2, num_workers=workers))

@@ -1,4 +1,4 @@
-"""The loader for data larger than memory."""
+"""ChunkedLoader over samples in memory, and what holds for every ChunkedLoader."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ LIMIT = "64GiB"  # far from binding: the machine of a test has less, and chunks 
 
 
 def square(index: int, size: tuple[int, int] = (6, 5)) -> torch.Tensor:
-    """A tensor (1, H, W) whose values tell the index and the column."""
+    """Return a tensor (1, H, W) whose values tell the index and the column."""
     return (torch.arange(size[1]) + 8 * index).to(torch.uint8).expand(1, *size).contiguous()
 
 
 class Squares:
-    """``count`` tensors and their numbers, with a list of those that were read in this process."""
+    """``count`` square tensors with their numbers, and a list of the indices that this process has read."""
 
     def __init__(self, count: int, size: tuple[int, int] = (6, 5)) -> None:
         self.count, self.size = count, size
@@ -64,7 +64,7 @@ class Damaged(Squares):
 
 
 def chunked(data: Any, batch_size: int = 4, **arguments: Any) -> ChunkedLoader:
-    """A loader with small chunks, where there are some, and one worker."""
+    """Return a loader with one worker, and with small chunks if samples are on disk."""
     return ChunkedLoader(
         data,
         batch_size,
@@ -73,7 +73,7 @@ def chunked(data: Any, batch_size: int = 4, **arguments: Any) -> ChunkedLoader:
 
 
 def labels(loader: Any) -> list[list[int]]:
-    """Targets of the batches of an epoch."""
+    """Return the targets of an epoch, batch by batch."""
     return [targets.tolist() for _, targets in loader]
 
 
@@ -93,7 +93,7 @@ def same(first: Any, second: Any) -> bool:
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("mix", [None, 3])
 def test_every_sample_comes_once_an_epoch(workers: int, mix: int | None) -> None:
-    """Batches are full but the last, hold each sample once, its own pixels with its own target; epochs differ."""
+    """Each sample comes once, with its own target; all batches but the last are full, and epochs differ."""
     with chunked(Squares(37), num_workers=workers, mix_chunks=mix) as loader:
         epochs = []
         for _ in range(2):
@@ -154,7 +154,7 @@ def test_masks_travel_with_their_images() -> None:
 
 
 def test_a_transform_per_sample_runs_on_each() -> None:
-    """A step that is not known runs as the user wrote it, and the report says why."""
+    """An unknown step runs on each sample as the user wrote it, and the report says why."""
     with (
         CachedDataset(
             Squares(10), transform=lambda image: image.float() + 0.5, storage="none"
@@ -167,7 +167,7 @@ def test_a_transform_per_sample_runs_on_each() -> None:
 
 
 def test_a_subset_serves_its_own_samples() -> None:
-    """Only the indices of a Subset come."""
+    """A loader over a Subset gives exactly the samples of the Subset."""
     with (
         CachedDataset(Squares(30), storage="none") as dataset,
         chunked(Subset(dataset, range(5, 16))) as loader,
@@ -177,7 +177,7 @@ def test_a_subset_serves_its_own_samples() -> None:
 
 @pytest.mark.parametrize("storage", ["none", "shared"])
 def test_dicts_are_served(storage: Any) -> None:
-    """Items that are dicts come in batches of their keys, whether they are kept or not."""
+    """Items that are dicts come as one dict of batches, whether samples are stored or not."""
     samples = [{"number": i, "image": square(i)} for i in range(9)]
     with (
         CachedDataset(samples, storage=storage) as dataset,
@@ -192,7 +192,7 @@ def test_dicts_are_served(storage: Any) -> None:
 
 
 def test_joined_datasets_are_served() -> None:
-    """Every sample of a ConcatDataset comes."""
+    """An epoch over a ConcatDataset has each of its samples."""
     with (
         CachedDataset(Squares(9)) as one,
         CachedDataset(Squares(30)) as other,
@@ -225,7 +225,7 @@ def test_joined_datasets_have_the_epochs_of_a_loader(workers: int) -> None:
 
 
 class Drawing(Squares):
-    """Squares that come with numbers that they draw."""
+    """Squares with random numbers that are drawn when they are read."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return square(index), torch.tensor(
@@ -234,28 +234,28 @@ class Drawing(Squares):
 
 
 def test_workers_draw_for_a_dataset_of_the_users_own() -> None:
-    """No two of the draws of two processes are equal, with any generator, in any epoch."""
+    """Two processes never draw the same numbers, with any generator, in any epoch."""
     with chunked(Drawing(40), num_workers=2) as loader:
         drawn = torch.cat([numbers for _ in range(3) for _, numbers in loader])
     assert [len(set(column)) for column in drawn.T.tolist()] == [120] * 3
 
 
 def test_targets_of_any_kind_come_with_their_samples() -> None:
-    """Strings become a list, as in torch's loader, and follow their samples."""
+    """Text targets become a list, as in torch's loader, in the order of their samples."""
     with chunked([(square(i), f"name {i}") for i in range(9)], shuffle=False) as loader:
         assert [name for _, names in loader for name in names] == [f"name {i}" for i in range(9)]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_the_last_batch_is_dropped_only_on_request(drop_last: bool) -> None:
-    """Ten samples in fours are three batches, or two."""
+    """Ten samples in batches of four are three batches, or two with drop_last."""
     with chunked(Squares(10), drop_last=drop_last) as loader:
         assert [len(batch) for batch in labels(loader)] == ([4, 4] if drop_last else [4, 4, 2])
         assert len(loader) == (2 if drop_last else 3)
 
 
 def test_batches_are_gathered_in_the_memory_of_a_prefetcher() -> None:
-    """A ring given to ``iterate`` holds the batches, and the marks of its progress say what the user has got."""
+    """Batches use a ring that is passed to ``iterate``, and the marks of its progress count what the user got."""
     with CachedDataset(Squares(20)) as dataset, chunked(dataset) as loader:
         ring = BatchRing(loader.ring_slots(3))
         batches = loader.iterate(ring, 3)
@@ -295,7 +295,7 @@ NEEDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("limit_mib", [460, 600, 1024, 4096])
 def test_the_plan_stays_under_the_limit(limit_mib: int) -> None:
-    """The planned peak and the reserve are within the limit, and leave no room for one more batch."""
+    """Planned peak and reserve are within the limit, and one more batch would exceed it."""
     plan = plan_chunks(limit_mib * MIB, **NEEDS)
     spare = limit_mib * MIB - plan.peak_bytes - plan.reserve_bytes
     assert 0 <= spare < CHUNKS_HELD * 10 * MIB
@@ -304,13 +304,13 @@ def test_the_plan_stays_under_the_limit(limit_mib: int) -> None:
 
 @pytest.mark.parametrize(("chunk_samples", "chunk"), [(1, 10), (17, 10), (20, 20), (100_000, 30)])
 def test_chunks_are_whole_batches(chunk_samples: int, chunk: int) -> None:
-    """A chunk is rounded to batches, so that its end cuts none, and is no larger than an epoch."""
+    """A chunk is a whole number of batches, and never larger than an epoch."""
     plan = plan_chunks(64 << 30, **NEEDS | {"samples": 25}, chunk_samples=chunk_samples)
     assert plan.chunk_samples == chunk
 
 
-def test_workers_are_given_up_where_memory_is_short() -> None:
-    """A few hundred MiB more give all four workers, a tight limit one; also where no samples lie on disk."""
+def test_there_are_fewer_workers_if_memory_is_short() -> None:
+    """A low limit gives one worker, a few hundred MiB more give all four, also if no samples are on disk."""
     tight = (300 + 20 + 4 + 64) * MIB + CHUNKS_HELD * 40 * MIB
     assert plan_chunks(tight, **NEEDS).workers == 1
     assert plan_chunks(tight + 100 * MIB, **NEEDS).workers == 4
@@ -321,7 +321,7 @@ def test_workers_are_given_up_where_memory_is_short() -> None:
 
 
 def test_a_limit_that_is_too_low_says_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names limit, need and cure, nothing is started, and what is needed is enough."""
+    """The error has limit, need and cure; nothing was started; and the stated need is enough."""
     # Measured twice, it differs by what other processes share.
     monkeypatch.setattr(limits, "tree_pss_bytes", lambda: 500 * MIB)
     with pytest.raises(
@@ -338,7 +338,7 @@ def test_a_limit_that_is_too_low_says_what_is_needed(monkeypatch: pytest.MonkeyP
 
 
 def test_the_limit_counts_what_is_in_use() -> None:
-    """The same room beyond what the process has gives the same chunk, whatever the process has."""
+    """A limit that leaves the same room above the memory in use gives chunks of the same size."""
     plans = [plan_chunks((n + 200) * MIB, **NEEDS | {"in_use_bytes": n * MIB}) for n in (100, 300)]
     assert plans[0].chunk_samples == plans[1].chunk_samples
 
@@ -349,7 +349,7 @@ def test_the_limit_counts_what_is_in_use() -> None:
 @pytest.mark.parametrize("piece", [1, 3])
 @pytest.mark.parametrize("length", [1, 7, 40])
 def test_an_order_is_a_permutation_and_follows_from_seed_and_epoch(piece: int, length: int) -> None:
-    """Each position once; the same again for the same seed and epoch, another for others."""
+    """An order has each sample once. It is the same for the same seed and epoch, and another one for others."""
     order = chunked_order(length, piece_samples=piece, chunk_samples=12)
     planned = order.draw(0, 2, length)
     assert sorted(planned.tolist()) == list(range(length))
@@ -360,7 +360,7 @@ def test_an_order_is_a_permutation_and_follows_from_seed_and_epoch(piece: int, l
 
 
 def test_a_mixed_chunk_is_made_of_whole_pieces() -> None:
-    """A chunk of 20 with 4 pieces of 5 has all neighbours of its pieces, but not next to each other."""
+    """A chunk of 20 samples in 4 pieces has 4 runs of 5 neighbours, in mixed order."""
     planned = chunked_order(100, piece_samples=5, chunk_samples=20).draw(0, 0, 100)
     for start in range(0, 100, 20):
         chunk = planned[start : start + 20]
@@ -372,7 +372,7 @@ def test_a_mixed_chunk_is_made_of_whole_pieces() -> None:
 @pytest.mark.parametrize("piece", [1, 4])
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_ranks_share_every_epoch(shuffle: bool, piece: int, drop_last: bool) -> None:
-    """Three ranks have equally many samples, together all of 31 but the one dropped, or two of them twice."""
+    """Three ranks get equally many of 31 samples: together all but one of them, or all and two of them twice."""
     order = chunked_order(
         31,
         shuffle=shuffle,
@@ -389,7 +389,7 @@ def test_ranks_share_every_epoch(shuffle: bool, piece: int, drop_last: bool) -> 
 
 
 def test_ranks_in_order_are_those_of_torch() -> None:
-    """Without a shuffle, rank r has the samples that torch's DistributedSampler gives it."""
+    """Without shuffling, each rank gets the samples that torch's DistributedSampler gives it."""
     for rank in range(3):
         theirs = torch.utils.data.DistributedSampler(
             range(10), num_replicas=3, rank=rank, shuffle=False
@@ -401,7 +401,7 @@ def test_ranks_in_order_are_those_of_torch() -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("joined", [True, False])
 def test_no_two_ranks_draw_the_same_for_a_sample(shuffle: bool, joined: bool) -> None:
-    """A sample that comes on two ranks is augmented in other ways on each."""
+    """A sample that several ranks get is augmented differently on each."""
     data, crop = (
         [(torch.arange(400).reshape(1, 20, 20).to(torch.uint8), n) for n in range(3)],
         transforms.RandomCrop(2),
@@ -419,7 +419,7 @@ def test_no_two_ranks_draw_the_same_for_a_sample(shuffle: bool, joined: bool) ->
 
 
 def test_a_rank_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torchrun's variables choose the share; a rank that there is not is an error."""
+    """Torchrun's variables choose the share of the samples; a rank beyond their number is an error."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with chunked(Squares(10), shuffle=False) as loader:
@@ -431,7 +431,7 @@ def test_a_rank_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 def test_a_loader_made_alone_finds_its_ranks_when_an_epoch_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lightning makes loaders before there are ranks: it then has its share, as one made as a rank has."""
+    """Lightning starts ranks after loaders are made: such a loader has the share of one that was made on a rank."""
     torch.manual_seed(1)
     options: dict[str, Any] = {"batch_size": 1, "chunk_samples": 2, "drop_last": True}
     with chunked(Squares(11), **options) as alone:
@@ -452,7 +452,7 @@ def test_a_loader_made_alone_finds_its_ranks_when_an_epoch_begins(
 @pytest.mark.parametrize("mix", [None, 3])
 @pytest.mark.parametrize("seen", [1, 2, 5, 9])
 def test_a_resumed_epoch_has_exactly_the_rest(seen: int, mix: int | None) -> None:
-    """After ``seen`` batches, another loader serves the others and then the same next epoch."""
+    """A loader that loads a state gives the remaining batches, and then the same next epoch."""
     data = Squares(37)
     with chunked(data, mix_chunks=mix) as loader:
         loader.set_epoch(3)
@@ -471,7 +471,7 @@ def test_a_resumed_epoch_has_exactly_the_rest(seen: int, mix: int | None) -> Non
 
 
 def test_a_state_after_the_last_batch_is_the_next_epoch() -> None:
-    """Nothing of the finished epoch comes again."""
+    """A state after the last batch gives the next epoch, and no sample of the finished one."""
     with chunked(Squares(10)) as loader:
         first = labels(loader)
         state = loader.state_dict()
@@ -483,7 +483,7 @@ def test_a_state_after_the_last_batch_is_the_next_epoch() -> None:
 
 
 def test_a_state_of_another_order_is_refused() -> None:
-    """The error names the difference."""
+    """The error names the values that differ."""
     with chunked(Squares(10)) as loader:
         state = loader.state_dict()
     with (
@@ -498,7 +498,7 @@ def test_a_state_of_another_order_is_refused() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_damaged_sample_raises_where_its_batch_would_come(workers: int) -> None:
-    """Batches before it come first, the error names the sample, and the next batch can be asked for."""
+    """Earlier batches come first, the error names the sample, and the next call gives the next batch."""
     with chunked(Damaged(24), shuffle=False, num_workers=workers) as loader:
         batches = iter(loader)
         assert next(batches)[1].tolist() == [0, 1, 2, 3]
@@ -510,7 +510,7 @@ def test_a_damaged_sample_raises_where_its_batch_would_come(workers: int) -> Non
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_break_ends_threads_and_processes(workers: int) -> None:
-    """Once the iterator is gone, so is everything that worked for it, while the loader lives on."""
+    """When the iterator is freed, its threads and processes end, although the loader still exists."""
     before = set(psutil.Process().children())
     with chunked(Squares(400), num_workers=workers) as loader:
         for _ in loader:
@@ -521,7 +521,7 @@ def test_a_break_ends_threads_and_processes(workers: int) -> None:
 
 
 def test_a_second_iterator_ends_the_first() -> None:
-    """The new one serves a whole epoch; the old one has what was made for it, then says why no more come."""
+    """The new iterator gives a whole epoch; the old one gives what was read, then an error with the reason."""
     with chunked(Squares(40)) as loader:
         first = iter(loader)
         next(first)
@@ -531,7 +531,7 @@ def test_a_second_iterator_ends_the_first() -> None:
 
 
 def test_a_closed_loader_ends_its_epoch_but_its_batches_live() -> None:
-    """Batches that the user holds keep their pixels; a later epoch begins again."""
+    """Batches that the user holds stay valid after close(), and a later epoch is complete."""
     loader = chunked(Squares(40), shuffle=False)
     batches = iter(loader)
     batch = next(batches)
@@ -545,7 +545,7 @@ def test_a_closed_loader_ends_its_epoch_but_its_batches_live() -> None:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_pickled_loader_has_the_plan_and_goes_on_alone(tmp_path: Path, kept: bool) -> None:
-    """A copy, also one made within an epoch, serves the epochs of its original, which goes on."""
+    """A copy, also one made during an epoch, has the same plan and epochs, and does not disturb its original."""
     options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k"} if kept else {}
     with CachedDataset(Squares(20), **options) as data, chunked(data) as loader:
         epoch = iter(loader)
@@ -576,7 +576,7 @@ def test_a_copy_of_a_loader_counts_its_own_epochs(tmp_path: Path, kept: bool) ->
 
 
 def test_batches_kept_by_the_user_are_not_overwritten() -> None:
-    """All batches of an epoch kept at once hold their own samples."""
+    """All batches of an epoch, kept at the same time, have their own samples."""
     with chunked(Squares(60), chunk_samples=4) as loader:
         kept = list(loader)
     for images, targets in kept:
@@ -589,7 +589,7 @@ def test_batches_kept_by_the_user_are_not_overwritten() -> None:
     "data", [Squares(8), Subset(Squares(8), [1, 2, 5])], ids=["whole", "subset"]
 )
 def test_a_dataset_of_the_users_own_stays_open(data: Any) -> None:
-    """Closing the loader closes what it made around the dataset, but not the user's dataset."""
+    """Closing the loader does not close the user's dataset."""
     with CachedDataset(data) as own:
         chunked(own).close()
         assert int(own[0][1]) == int(data[0][1])
@@ -604,20 +604,20 @@ def test_a_dataset_of_the_users_own_stays_open(data: Any) -> None:
         (3, "map-style"),
     ],
 )
-def test_what_cannot_be_read_by_index_is_refused(data: Any, words: str) -> None:
-    """A stream, a path and a number are refused with the cure."""
+def test_datasets_without_an_index_are_refused(data: Any, words: str) -> None:
+    """A stream, a path and a number are errors that give the cure."""
     with pytest.raises(TypeError, match=words):
         ChunkedLoader(data, 4, memory_limit="1GiB")
 
 
 def test_a_batch_without_samples_is_refused() -> None:
-    """In torch's words, as by a DataLoader."""
+    """batch_size=0 raises torch's error, as in a DataLoader."""
     with pytest.raises(ValueError, match="positive integer value, but got batch_size=0"):
         chunked(Squares(8), batch_size=0)
 
 
 def test_the_report_counts_the_epoch() -> None:
-    """Batches and samples of the latest epoch, and the way they took."""
+    """The report has the batches and samples of the latest epoch, and how they were read."""
     with chunked(Squares(10)) as loader:
         list(loader)
         report = loader.report()
@@ -627,7 +627,7 @@ def test_the_report_counts_the_epoch() -> None:
 
 
 def test_repeated_and_negative_indices_are_a_loaders() -> None:
-    """Each repetition in a Subset gets its own draws, and -1 is the last sample, as in a DataLoader."""
+    """Repeated indices of a Subset get their own draws, and -1 is the last sample, as in a DataLoader."""
     pixels = torch.arange(3 * 400).reshape(1, 3, 20, 20).to(torch.uint8).expand(4, -1, -1, -1)
     crop = transforms.RandomCrop(2)
     data = [(image, n) for n, image in enumerate(pixels)]
@@ -641,8 +641,8 @@ def test_repeated_and_negative_indices_are_a_loaders() -> None:
     assert targets.tolist() == [1, 1, 1, 3, 1]
 
 
-def test_what_batches_have_fetched_themselves_is_let_go_of() -> None:
-    """All samples of a remote chunk are released, also those that batches fetched before the thread did."""
+def test_samples_that_batches_fetched_are_released() -> None:
+    """All samples of a remote chunk are released, also those that a batch fetched before the thread did."""
     dropped: list[int] = []
 
     class Store:

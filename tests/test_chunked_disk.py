@@ -1,4 +1,4 @@
-"""The loader for data larger than memory, over samples that lie on disk."""
+"""ChunkedLoader over samples on disk: reading ahead, memory, and the page cache."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ RAGGED = transforms.Compose([transforms.Resize(10), *STEPS])
 
 
 @pytest.fixture
-def brought(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The samples that are brought into memory, as they are at once."""
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Record the samples of each call that reads a part of a chunk into memory."""
     together: list[list[int]] = []
     plain = DiskStore.load
 
@@ -65,7 +65,7 @@ def in_memory(root: Path, transform: Any = TO_ONE_SIZE) -> ImageFolder:
 
 
 def chunked(data: Any, **arguments: Any) -> ChunkedLoader:
-    """A loader with small chunks, each of three pieces from all over the data, that reads in a thread."""
+    """Return a loader with one thread and small chunks, each of three pieces of the dataset."""
     usual = {
         "batch_size": 4,
         "memory_limit": "64GiB",
@@ -77,7 +77,7 @@ def chunked(data: Any, **arguments: Any) -> ChunkedLoader:
 
 
 def order_of(loader: ChunkedLoader, epoch: int) -> Any:
-    """Return the samples of an epoch, of all ranks, from the loader's state."""
+    """Return an epoch's samples of all ranks, from the loader's state."""
     told = loader.state_dict()["loader"]["order"]
     names = inspect.signature(chunked_order).parameters
     order = chunked_order(**{name: told[name] for name in names})
@@ -85,7 +85,7 @@ def order_of(loader: ChunkedLoader, epoch: int) -> Any:
 
 
 def usual_batches(dataset: Any, loader: ChunkedLoader, epoch: int, rank: int = 0) -> list[Any]:
-    """Return the batches of ``DataLoader`` over a dataset in memory, in the order of a chunked loader's epoch."""
+    """Return the batches of a ``DataLoader`` over a dataset in memory, in the order of a ChunkedLoader's epoch."""
     world_size = loader.state_dict()["loader"]["world_size"]
     order = order_of(loader, epoch)[rank::world_size].tolist()
     usual = DataLoader(dataset, batch_size=loader.batch_size, sampler=order)
@@ -100,7 +100,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def mixed_sizes(root: Path) -> Path:
-    """Class folders of images of several shapes."""
+    """Make class folders with images of several shapes."""
     for index in range(26):
         folder = root / "images" / "ab"[index % 2]
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def mixed_sizes(root: Path) -> Path:
 
 
 def damage(folder: Path, pattern: str, at: int) -> None:
-    """Change one byte of the first file of a cache that fits."""
+    """Change one byte of the first file in a cache that matches ``pattern``."""
     path = min(path for path in folder.rglob(pattern) if "-sums" not in path.name)
     data = bytearray(path.read_bytes())
     data[at] ^= 0x55
@@ -117,7 +117,7 @@ def damage(folder: Path, pattern: str, at: int) -> None:
 
 
 def mapped_bytes(folder: Path) -> int:
-    """Memory of this process that maps shards below a folder."""
+    """Return the bytes of this process's memory that map shards in a folder."""
     entries = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     shards = [entry for entry in entries if f"{folder}/" in entry.partition("\n")[0]]
     assert shards
@@ -128,7 +128,7 @@ def mapped_bytes(folder: Path) -> int:
 
 
 def least_mapped_bytes(folder: Path, most_bytes: int) -> int:
-    """The least of up to three looks: a chunk may be dropped and the next one brought while the table is being read."""
+    """Return the least of up to three measurements: chunks may be released and read while the table is being read."""
     looks = [mapped_bytes(folder)]
     while len(looks) < 3 and looks[-1] > most_bytes:
         looks.append(mapped_bytes(folder))
@@ -158,7 +158,7 @@ def test_pixels_are_those_of_the_loader_in_memory(
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_images_of_many_sizes_are_cropped_to_one(tmp_path: Path, codec: str, workers: int) -> None:
-    """Samples that differ in shape come from the disk as from memory."""
+    """Samples of several shapes give the same batches from disk as from memory."""
     root = mixed_sizes(tmp_path)
     with (
         on_disk(root, RAGGED, codec=codec) as dataset,
@@ -170,7 +170,7 @@ def test_images_of_many_sizes_are_cropped_to_one(tmp_path: Path, codec: str, wor
 
 @pytest.mark.parametrize("codec", ["auto", "zstd"])
 def test_masks_travel_with_their_images(tmp_path: Path, codec: str) -> None:
-    """Image and mask lie in files of their own, and come together."""
+    """Images and masks are in separate files, and come in the same rows of a batch."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 255, (20, 3, 6, 5), generator=generator, dtype=torch.uint8)
     masks = torch.arange(20).view(-1, 1, 1).expand(20, 6, 5).to(torch.int16).contiguous()
@@ -187,15 +187,15 @@ def test_masks_travel_with_their_images(tmp_path: Path, codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["auto", "zstd"])
-def test_pieces_are_brought_in_one_go(image_folder: FolderMaker, brought: Any, codec: str) -> None:
-    """A chunk is brought piece by piece, whatever the order of its samples; each of them once an epoch."""
+def test_pieces_are_read_together(image_folder: FolderMaker, loads: Any, codec: str) -> None:
+    """A chunk is read piece by piece, whatever the order of its samples, and each sample once in an epoch."""
     with on_disk(image_folder(per_class=18), codec=codec) as dataset, chunked(dataset) as loader:
         for _ in range(2):
-            brought.clear()
+            loads.clear()
             list(loader)
             assert "read ahead" in loader.report().path
-            assert sorted(index for samples in brought for index in samples) == list(range(36))
-            for samples in brought:
+            assert sorted(index for samples in loads for index in samples) == list(range(36))
+            for samples in loads:
                 assert samples == [first + k for first in samples[::4] for k in range(4)]
                 assert samples == sorted(samples)
                 assert {first % 4 for first in samples[::4]} == {0}
@@ -219,7 +219,7 @@ def test_pieces_are_brought_in_one_go(image_folder: FolderMaker, brought: Any, c
 def test_samples_without_neighbours_are_counted_with_the_pages_they_take(
     image_folder: FolderMaker, data: Any, arguments: Any, pages: int
 ) -> None:
-    """If no two samples are neighbours, the plan has more memory per sample, and pixels do not change."""
+    """If no two samples are neighbours, the plan counts more memory for each; pixels are the same."""
     root = image_folder(per_class=18, size=(17, 14))
     with (
         on_disk(root) as dataset,
@@ -238,7 +238,7 @@ def test_samples_without_neighbours_are_counted_with_the_pages_they_take(
 def test_no_more_than_two_chunks_are_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: bool
 ) -> None:
-    """While 12 MiB of samples are served, the files take no more memory than the plan says; none after a break."""
+    """During an epoch of 12 MiB the files take at most the planned memory, and none after a break."""
     data = level_samples(160, (3, 160, 160))
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         pieces = 2 if shuffle else None
@@ -260,7 +260,7 @@ def test_no_more_than_two_chunks_are_mapped(
 def test_an_epoch_leaves_nothing_of_the_files_in_this_process(
     tmp_path: Path, transform: Any, codec: str
 ) -> None:
-    """However the samples are read, no page of the shards stays mapped, so none counts against the limit."""
+    """However samples are read, no page of the shards is mapped afterwards, where it would count against the limit."""
     with (
         on_disk(mixed_sizes(tmp_path), transform, codec=codec) as dataset,
         chunked(dataset) as loader,
@@ -275,10 +275,10 @@ def test_an_epoch_leaves_nothing_of_the_files_in_this_process(
 @pytest.mark.skipif(
     not Path("/proc/self/smaps").exists(), reason="the system does not tell what is mapped"
 )
-def test_nothing_is_mapped_around_a_sample_that_was_brought(
+def test_nothing_is_mapped_around_a_sample_that_was_read_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel maps neighbours of a page that is touched, but not of those brought; dropped, they leave nothing."""
+    """The kernel maps the neighbours of a page that is touched, but not of pages that were read ahead."""
     data = level_samples(100, (3, 50, 41))
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         store: Any = dataset.reader().kept.images
@@ -295,7 +295,7 @@ def test_nothing_is_mapped_around_a_sample_that_was_brought(
 def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that was forked while its parent fetched samples can fetch samples itself."""
+    """A process that was forked while its parent read samples can read samples itself."""
     data = level_samples(8, (3, 50, 41))
     advise: Any = disk_file_module._advise
     children: list[Any] = []
@@ -321,7 +321,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(
 def test_too_many_pieces_only_take_more_memory(
     image_folder: FolderMaker, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """If the files have too many pieces to be tracked, the samples are the same."""
+    """If there are too many pieces to track, batches are the same."""
     monkeypatch.setattr(disk_file_module, "_MOST_AREAS", most)
     root = image_folder(per_class=13, size=(17, 14))
     with on_disk(root) as dataset, in_memory(root) as kept, chunked(dataset) as loader:
@@ -330,8 +330,8 @@ def test_too_many_pieces_only_take_more_memory(
 
 @pytest.mark.parametrize("transform", [TO_ONE_SIZE, RAGGED])
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_was_dropped_is_read_again(tmp_path: Path, transform: Any, codec: str) -> None:
-    """After all memory of a cache was let go, the page cache's too, samples are what they were."""
+def test_released_samples_can_be_read_again(tmp_path: Path, transform: Any, codec: str) -> None:
+    """Samples are the same after all memory of a cache was released, also that in the page cache."""
     with on_disk(mixed_sizes(tmp_path), transform, codec=codec) as dataset:
         store: Any = dataset.reader().kept.images
         views = [store.read(index) for index in range(len(store))]
@@ -346,7 +346,7 @@ def test_what_was_dropped_is_read_again(tmp_path: Path, transform: Any, codec: s
 def test_many_cores_do_not_take_the_memory_of_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 64 cores batches ahead take a quarter of what is free, not all of it."""
+    """With 64 cores, batches that are read ahead take at most a quarter of the free memory."""
     monkeypatch.setattr(limits, "usable_cores", lambda: 64)
     # Measured, it changes with what other processes share.
     monkeypatch.setattr(limits, "tree_pss_bytes", lambda: 500 << 20)
@@ -368,7 +368,7 @@ def test_many_cores_do_not_take_the_memory_of_chunks(
 
 
 def test_the_order_does_not_follow_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks with more or less memory in use share one order; a state of one goes on in the other."""
+    """Ranks with different free memory have one order, and a state of one can be resumed on the other."""
     data = level_samples(160, (3, 160, 160))
     options = {"memory_limit": (500 + 64 + 10) << 20, "chunk_samples": None, "batch_size": 8}
 
@@ -401,7 +401,7 @@ def test_the_order_does_not_follow_memory(tmp_path: Path, monkeypatch: pytest.Mo
 def test_parts_of_a_chunk_have_room_for_their_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a whole chunk does not fit, samples are read alone, and the plan counts the pages around each."""
+    """If a whole chunk does not fit, the plan counts the pages around each sample, which is then read alone."""
     data = level_samples(160, (3, 160, 160))
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         bytes_each = []
@@ -421,7 +421,7 @@ def test_parts_of_a_chunk_have_room_for_their_pages(
     [(0, 0, True), (100, 650, False), (101, 650, True), (0, 550, False)],
 )
 def test_the_page_cache_is_kept_where_it_fits(disk: int, free: int, is_emptied: bool) -> None:
-    """Files stay in the page cache if they fit next to the 500 bytes of the loader and a reserve of 50."""
+    """Files stay in the page cache if they fit there with the loader's 500 bytes and a reserve of 50."""
     plan = ChunkPlan(
         limit_bytes=1000,
         in_use_bytes=300,
@@ -438,7 +438,7 @@ def test_the_page_cache_is_kept_where_it_fits(disk: int, free: int, is_emptied: 
 def test_the_page_cache_is_emptied_where_memory_is_short(
     image_folder: FolderMaker, monkeypatch: pytest.MonkeyPatch, is_large: bool
 ) -> None:
-    """Every sample that was served is dropped, from the system's cache only where that cannot hold them all."""
+    """Each sample is released after its batch; it leaves the page cache only if not all samples fit there."""
     dropped: list[int] = []
     emptied: set[bool] = set()
 
@@ -465,7 +465,7 @@ def test_the_page_cache_is_emptied_where_memory_is_short(
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_damaged_sample_is_named(image_folder: FolderMaker, codec: str, workers: int) -> None:
-    """Its batch raises with its path, all others come, and the next run mends it."""
+    """Its batch raises an error with its path, all others arrive, and the next run repairs it."""
     root = image_folder(per_class=13, size=(17, 14))
     with on_disk(root, codec=codec) as dataset:
         wanted = dataset.reader().kept.images.read(0).copy()
@@ -489,7 +489,7 @@ def test_a_damaged_sample_is_named(image_folder: FolderMaker, codec: str, worker
 
 
 def test_a_damaged_sample_does_not_keep_a_loader_from_being_made(image_folder: FolderMaker) -> None:
-    """The first sample, which is looked at beforehand, may be the damaged one."""
+    """A loader can be made if the first sample, which is read to learn its form, is damaged."""
     root = image_folder(per_class=5)
     on_disk(root).close()
     damage(root.parent / "cache", "part0-*.npy", 140)
@@ -505,7 +505,7 @@ def test_a_damaged_sample_does_not_keep_a_loader_from_being_made(image_folder: F
 def test_a_cache_that_is_deleted_in_use_is_served_to_the_end(
     image_folder: FolderMaker, codec: str, workers: int
 ) -> None:
-    """The files are mapped, so that their samples are there until the dataset is closed, in later epochs too."""
+    """The files are mapped, so all epochs are complete until the dataset is closed."""
     root = image_folder(per_class=13, size=(17, 14))
     with (
         on_disk(root, codec=codec) as dataset,
@@ -521,7 +521,7 @@ def test_a_cache_that_is_deleted_in_use_is_served_to_the_end(
 
 
 def test_batches_reach_the_device_as_they_are(gpu: Sim, image_folder: FolderMaker) -> None:
-    """A prefetcher brings the same batches of every epoch, and copies from no memory that was reused."""
+    """A prefetcher gives the same batches in each epoch, and reads no memory that was reused."""
     root = image_folder(per_class=13, size=(17, 14))
     with on_disk(root) as dataset, in_memory(root) as kept, chunked(dataset) as loader:
         prefetcher = CudaPrefetcher(
@@ -533,7 +533,7 @@ def test_batches_reach_the_device_as_they_are(gpu: Sim, image_folder: FolderMake
 
 @pytest.mark.parametrize("codec", ["auto", "zstd"])
 def test_the_path_of_a_cache_is_enough(image_folder: FolderMaker, codec: str) -> None:
-    """Cache or cache_dir, its images come as the tensors that PILToTensor gives, when their folder is long gone."""
+    """From a cache or a cache_dir images come as PILToTensor gives them, also if their folder no longer exists."""
     root = image_folder(per_class=13, size=(17, 14))
     resize = transforms.Resize((10, 12))
     with on_disk(root, resize, codec=codec) as dataset:
@@ -559,7 +559,7 @@ def test_the_path_of_a_cache_is_enough(image_folder: FolderMaker, codec: str) ->
 
 
 class Mirror:
-    """A codec that takes any bytes of the right number."""
+    """A codec that accepts any bytes of the right number."""
 
     name = "mirror"
 
@@ -571,7 +571,7 @@ class Mirror:
 
 
 def test_bytes_that_a_codec_would_take_are_checked_too(tmp_path: Path) -> None:
-    """Every encoded sample is held against its checksum, whatever its codec finds out by itself."""
+    """Each encoded sample is compared with its checksum, whatever its codec accepts."""
     data = level_samples(8, (1, 6, 5))
     options: dict[str, Any] = {
         "cache_dir": tmp_path,
@@ -594,7 +594,7 @@ def test_bytes_that_a_codec_would_take_are_checked_too(tmp_path: Path) -> None:
 def test_a_dataset_is_closed_after_an_epoch_that_failed(
     image_folder: FolderMaker, is_error_kept: bool
 ) -> None:
-    """Its chunks are dropped without a complaint, whether the iterator that failed lives on in a traceback or not."""
+    """close() releases the chunks without an error, also if a traceback still holds the failed iterator."""
     batches: list[int] = []
     errors: list[Exception] = []
 

@@ -1,4 +1,4 @@
-"""The kernel that cuts batches on a device: it runs on the CPU here, launched through a driver's library as on a GPU.
+"""The kernel that cuts batches on a device. Here it runs on the CPU, launched through a simulated driver.
 
 ``fake_driver.c`` compiles the kernel's source, and a simulated device has the memory and the streams.
 """
@@ -52,7 +52,7 @@ def library() -> FakeDriver:
 
 @pytest.fixture
 def gpu(library: FakeDriver) -> Iterator[Sim]:
-    """A simulated device that has a driver, which is left as it was found."""
+    """Yield a simulated device with a driver, and restore the previous state."""
     sim = Sim()
     sim.driver = library.path
     library.fail()
@@ -64,7 +64,7 @@ def gpu(library: FakeDriver) -> Iterator[Sim]:
 
 
 class Cutting:
-    """The same samples and steps for both ways of cutting them."""
+    """The same samples and steps for both ways to cut them."""
 
     def __init__(self, steps: Sequence[Any], form: Form, channels: int = 3) -> None:
         self.store = ArrayStore(images(COUNT, SIZE, channels=channels), "tensor")
@@ -94,7 +94,7 @@ class Cutting:
 
 
 def assert_same(made: torch.Tensor, right: torch.Tensor) -> None:
-    """Bytes are equal, and floats within 1e-6 or their last place; so are dtype and layout."""
+    """Check dtype, layout and values: bytes are equal, floats within 1e-6 or a unit in the last place."""
     assert made.dtype is right.dtype
     assert made.shape == right.shape
     assert made.stride() == right.stride()
@@ -103,7 +103,7 @@ def assert_same(made: torch.Tensor, right: torch.Tensor) -> None:
 
 
 def check(gpu: Sim, cutting: Cutting, index: Sequence[int] = range(COUNT)) -> None:
-    """The kernel's batch is that of torch's ops on the CPU."""
+    """Check that the kernel's batch equals that of torch's ops on the CPU."""
     index_B = np.array(index, np.int64)
     right = cutting.by_ops(index_B)
     launches = gpu.counts["cuLaunchKernel"]
@@ -118,7 +118,7 @@ def check(gpu: Sim, cutting: Cutting, index: Sequence[int] = range(COUNT)) -> No
 @all_modes
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_every_border_gives_the_pixels_of_the_ops(gpu: Sim, mode: str, channels: int) -> None:
-    """Uneven borders, mirrored along both axes, as uint8 and as floats."""
+    """Uneven borders, mirrored along both axes, give the pixels of the ops as uint8 and as floats."""
     fill = (1, 128, 255, 7)[:channels] if mode == "constant" else 0
     crop = v2.RandomCrop((6, 5), padding=(1, 2, 3, 4), padding_mode=mode, fill=fill)
     steps = [crop, v2.RandomHorizontalFlip(), v2.RandomVerticalFlip()]
@@ -130,7 +130,7 @@ def test_every_border_gives_the_pixels_of_the_ops(gpu: Sim, mode: str, channels:
 @pytest.mark.parametrize("form", FORMS, ids=shown)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_every_form_gives_the_values_of_the_ops(gpu: Sim, form: Form, channels: int) -> None:
-    """A channel becomes three if there are three means; values that are only scaled are bitwise equal."""
+    """One channel becomes three if there are three means; values that are only scaled are bit-equal."""
     crop = v2.RandomCrop(4, padding=1)
     check(gpu, Cutting([crop, *FLOATS], form, channels))
     scaled = Cutting([crop, *FLOATS[:2]], form, channels)
@@ -139,7 +139,7 @@ def test_every_form_gives_the_values_of_the_ops(gpu: Sim, form: Form, channels: 
 
 
 def test_half_floats_round_as_those_of_torch(gpu: Sim) -> None:
-    """All 256 values, from subnormal numbers to infinity."""
+    """All 256 values round as in torch, from subnormal numbers to infinity."""
     for factor, dtype in itertools.product((1e-9, 3e-7, 1.0, 1e3, 1e38), FORMS[2::2]):
         cutting = Cutting([v2.ToDtype(torch.float32), v2.Normalize([0.0], [1 / factor])], dtype)
         cutting.store.samples[0].flat[:] = np.arange(3 * 35)
@@ -151,13 +151,13 @@ def test_half_floats_round_as_those_of_torch(gpu: Sim) -> None:
 
 @pytest.mark.parametrize("index", [[0], [COUNT - 1, 0, 0, COUNT - 1]], ids=shown)
 def test_batches_of_any_length_and_order(gpu: Sim, index: list[int]) -> None:
-    """One sample, and the ends of the store several times; cut and not cut."""
+    """A batch of one, and the first and last samples several times, are right, cut and not cut."""
     check(gpu, Cutting([v2.RandomHorizontalFlip()], Form()), index)
     check(gpu, Cutting(FLOATS, Form()), index)
 
 
 def test_a_batch_without_samples_is_not_launched(gpu: Sim) -> None:
-    """A grid cannot be empty."""
+    """An empty batch launches no kernel, because a grid cannot be empty."""
     window, convert = Cutting(FLOATS, Form()).on("cuda:0")
     cut = DeviceCut(window, convert, lambda made: made)
     launches = gpu.counts["cuLaunchKernel"]
@@ -168,7 +168,7 @@ def test_a_batch_without_samples_is_not_launched(gpu: Sim) -> None:
 def test_images_of_more_pixels_than_a_grid_has_threads(
     gpu: Sim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each thread makes several pixels then."""
+    """In a large image each thread makes several pixels, and all are right."""
     monkeypatch.setattr(driver, "MOST_BLOCKS", 1)
     monkeypatch.setattr(driver, "THREADS", 4)
     check(gpu, Cutting([v2.RandomCrop(SIZE, padding=2), *FLOATS], Form()))
@@ -178,7 +178,7 @@ def test_images_of_more_pixels_than_a_grid_has_threads(
 
 
 def taken(own: torch.dtype = torch.float32, **form: Any) -> list[torch.Tensor]:
-    """The images of two epochs of a prefetcher, from samples on the device; those of the CPU are equal."""
+    """Return the images of two epochs from a store on the device, after comparing them with the CPU's."""
     crop = v2.RandomCrop(5, padding=1)
     steps = [crop, v2.ToDtype(own, scale=True), v2.Normalize(*NORM)]
     samples = [(torch.from_numpy(image), n) for n, image in enumerate(images(COUNT, SIZE))]
@@ -202,7 +202,7 @@ def taken(own: torch.dtype = torch.float32, **form: Any) -> list[torch.Tensor]:
 def test_a_prefetcher_cuts_by_the_kernel(
     gpu: Sim, form: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One launch compares it with the ops, and one in each epoch makes the batches that are cut together."""
+    """One launch compares the kernel with the ops, and one in each epoch cuts its batches."""
     caplog.set_level("INFO", "fastdata")
     made = taken(**form)
     assert gpu.counts["cuLaunchKernel"] == 1 + 2
@@ -212,7 +212,7 @@ def test_a_prefetcher_cuts_by_the_kernel(
 
 
 def test_without_a_driver_ops_cut(caplog: pytest.LogCaptureFixture) -> None:
-    """The log gives the reason, once for a device."""
+    """Without a driver, ops cut the batches; the log gives the reason, once for each device."""
     caplog.set_level("INFO", "fastdata")
     with Sim().installed():
         taken()
@@ -223,7 +223,7 @@ def test_without_a_driver_ops_cut(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_driver_that_fails_is_not_used(
     gpu: Sim, library: FakeDriver, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whichever function fails, the log has its name and the error, and ops cut."""
+    """Whichever function fails, ops cut the batches, and the log has the function and the error."""
     caplog.set_level("INFO", "fastdata")
     library.fail(name)
     taken()
@@ -234,7 +234,7 @@ def test_a_driver_that_fails_is_not_used(
 def test_a_driver_that_is_too_old_for_the_ptx_is_not_used(
     gpu: Sim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It does not load it, and the log says so."""
+    """A driver that does not load the PTX is not used, and the log says so."""
     caplog.set_level("INFO", "fastdata")
     monkeypatch.setattr(driver, "PTX", tmp_path / "other.ptx")
     driver.PTX.write_bytes(b"//")
@@ -245,7 +245,7 @@ def test_a_driver_that_is_too_old_for_the_ptx_is_not_used(
 def test_a_kernel_that_makes_other_pixels_is_not_used(
     gpu: Sim, library: FakeDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Batches are right, and the log has one warning."""
+    """If the kernel makes other pixels, batches are right, and the log has one warning."""
     library.spoil(is_on=True)
     taken()
     taken()
@@ -253,10 +253,8 @@ def test_a_kernel_that_makes_other_pixels_is_not_used(
     assert caplog.text.count("its pixels differ") == 1
 
 
-def test_what_the_kernel_cannot_make_is_made_by_ops(
-    gpu: Sim, caplog: pytest.LogCaptureFixture
-) -> None:
-    """That is float64, also if it is cast afterwards."""
+def test_float64_is_made_by_ops(gpu: Sim, caplog: pytest.LogCaptureFixture) -> None:
+    """float64 is made by ops, also if it is cast afterwards."""
     caplog.set_level("INFO", "fastdata")
     taken(torch.float64)
     taken(torch.float64, dtype=torch.float32)
@@ -267,7 +265,7 @@ def test_what_the_kernel_cannot_make_is_made_by_ops(
 def test_rocm_has_no_such_kernel(
     gpu: Sim, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Even if there is a driver of CUDA, too."""
+    """A ROCm build of torch does not use the kernel, also if there is a driver of CUDA."""
     caplog.set_level("INFO", "fastdata")
     monkeypatch.setattr(torch.version, "hip", "6.4")
     taken()
@@ -277,7 +275,7 @@ def test_rocm_has_no_such_kernel(
 
 @pytest.mark.parametrize("failing", ["", "cuLaunchKernel"], ids=["works", "fails"])
 def test_the_kernel_keeps_the_order_of_streams(library: FakeDriver, failing: str) -> None:
-    """Batches of the scenarios are right, and accesses have an order, also if a launch fails."""
+    """Batches of the scenarios are right, and accesses ordered, also if a launch fails."""
     library.fail(failing)
     scenarios.prepare()
     try:
@@ -293,7 +291,7 @@ def test_the_kernel_keeps_the_order_of_streams(library: FakeDriver, failing: str
 
 
 def test_the_ptx_is_made_from_the_source() -> None:
-    """After a change of cut_kernel.cu, .ci/make-ptx makes the PTX again."""
+    """The checksum in the PTX is that of cut_kernel.cu; .ci/make-ptx writes it."""
     source = driver.PTX.with_suffix(".cu").read_text("utf-8")
     checksum = hashlib.sha256(source.encode()).hexdigest()
     head, *_ = driver.PTX.read_text("utf-8").splitlines()
@@ -306,7 +304,7 @@ def test_the_ptx_is_made_from_the_source() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", FORMS, ids=shown)
 def test_a_gpu_cuts_by_the_kernel_as_by_ops(form: Form) -> None:
-    """The driver loads the PTX, and its batches are those of torch's ops on the same GPU."""
+    """A real driver loads the PTX, and its batches equal those of torch's ops on the same GPU."""
     flips = [v2.RandomHorizontalFlip(), v2.RandomVerticalFlip()]
     index_B = np.arange(COUNT)
     for mode, channels in itertools.product(("constant", "edge", "reflect"), (1, 3)):

@@ -1,4 +1,4 @@
-"""DataLoader beside torch's."""
+"""DataLoader next to torch's: the same batches, orders, errors and warnings."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _equal(ours: list[Any], theirs: list[Any]) -> bool:
     ids=shown,
 )
 def test_batches_are_torchs(num_workers: int, options: dict[str, Any]) -> None:
-    """For a seed, two epochs of our loader are torch's over an equal dataset: order, sizes, every pixel and draw."""
+    """For one seed, two epochs equal those of torch's loader over an equal dataset: order, sizes, pixels and draws."""
     outcome = []
     for make in (DataLoader, TorchLoader):
         torch.manual_seed(4)
@@ -102,7 +102,7 @@ def test_batches_are_torchs(num_workers: int, options: dict[str, Any]) -> None:
 
 
 def test_the_loader_is_generic_like_torchs() -> None:
-    """``DataLoader[int]`` is a type, and calling it makes a loader, as with torch's."""
+    """``DataLoader[int]`` is a type, and calling it makes a loader, as with torch's loader."""
     for kind in (TorchLoader, DataLoader):
         loader = kind[int](range(3))  # type: ignore[arg-type]
         assert type(loader) is kind
@@ -134,7 +134,7 @@ def test_worker_processes_and_threads_serve_the_same(images: CachedDataset) -> N
     "last", [v1.ConvertImageDtype(torch.float32), torch.Tensor.float], ids=["whole", "one by one"]
 )
 def test_parts_of_a_dataset_are_drawn_alike(last: Any) -> None:
-    """Over a Subset of a Subset all engines give the draws of a set epoch, repetitions and negative indices too."""
+    """Over a Subset of a Subset all engines make the draws of a set epoch, also for repeated and negative indices."""
     epochs = []
     for options in (
         {},
@@ -160,7 +160,7 @@ def test_parts_of_a_dataset_are_drawn_alike(last: Any) -> None:
 
 
 def test_repeated_samples_get_new_draws() -> None:
-    """A sampler with replacement gets other draws for each repetition, the same with any number of workers."""
+    """A sample that a sampler repeats gets new draws each time, the same with any number of workers."""
     epochs = []
     for num_workers in (0, 2):
         with _images() as dataset:
@@ -182,7 +182,7 @@ def test_an_early_break_does_not_change_the_next_epoch() -> None:
 
 
 def test_a_set_epoch_is_served_until_it_is_set_again(images: CachedDataset) -> None:
-    """set_epoch goes back to the draws of an epoch, and on."""
+    """After set_epoch every epoch has the draws of that epoch, until another one is set."""
     loader = DataLoader(images, batch_size=23)
     first, second = list(loader), list(loader)
     assert not _equal(first, second)
@@ -210,7 +210,7 @@ CENTER = v1.Compose([v1.CenterCrop((4, 3)), v1.ConvertImageDtype(torch.float32)]
 
 
 def _half(first: int, transform: Any = CENTER, target: Any = None, **options: Any) -> CachedDataset:
-    """Eleven of 22 images of 6 x 5 pixels, with their number as target or what ``target`` makes of it."""
+    """Return eleven of 22 images of 6 x 5 pixels, with their number as target, or with ``target`` of it."""
     pixels = torch.from_numpy(
         np.random.default_rng(first).integers(0, 256, (11, 3, 6, 5), np.uint8)
     )
@@ -283,7 +283,7 @@ def test_joined_datasets_are_served_whole(name: str, num_workers: int) -> None:
 
 
 def test_joined_datasets_draw_alike_in_every_engine() -> None:
-    """With one manual_seed threads and processes give the same epoch, also to a collate_fn of the user."""
+    """With one manual_seed, threads and processes give the same epoch, also to the user's own collate_fn."""
     epochs = []
     for options in (
         {},
@@ -305,7 +305,7 @@ def _collate_samples(samples: list[Any]) -> Any:
 
 
 def test_joined_datasets_go_to_other_processes() -> None:
-    """A process that is not forked opens each of them."""
+    """A spawned process opens each dataset of a ConcatDataset and reads the same batches."""
     options: dict[str, Any] = {
         "num_workers": 1,
         "workers": "process",
@@ -318,7 +318,7 @@ def test_joined_datasets_go_to_other_processes() -> None:
 
 
 class Doubled(CachedDataset):
-    """With a ``__getitem__`` of its own."""
+    """A dataset whose own ``__getitem__`` doubles the targets."""
 
     def __getitem__(self, index: int) -> Any:
         image, target = super().__getitem__(index)
@@ -395,7 +395,7 @@ def test_joined_datasets_of_others_are_torchs(images: CachedDataset) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_batch_belongs_to_the_user(images: CachedDataset, num_workers: int) -> None:
-    """Batches, and views of them, that the user keeps are never overwritten."""
+    """Batches that the user keeps, and views of them, are never overwritten."""
     loader = DataLoader(images, batch_size=3, num_workers=num_workers)
     kept = [(x[1:], y, x.clone()) for _ in range(4) for x, y in loader]
     assert all(torch.equal(view, copy[1:]) for view, _, copy in kept)
@@ -403,7 +403,7 @@ def test_a_batch_belongs_to_the_user(images: CachedDataset, num_workers: int) ->
 
 
 def test_memory_is_reused_when_the_user_lets_go(images: CachedDataset) -> None:
-    """A loop that drops its batches makes no new memory after the first ones."""
+    """A loop that drops its batches needs no new memory after the first ones."""
     loader = DataLoader(images, batch_size=3, num_workers=2)
     addresses = {x.data_ptr() for _ in range(10) for x, _ in loader}
     assert loader.report().fresh_batches == 0
@@ -411,7 +411,7 @@ def test_memory_is_reused_when_the_user_lets_go(images: CachedDataset) -> None:
 
 
 def test_a_collate_fn_gets_the_list_of_samples(images: CachedDataset) -> None:
-    """A collate function of the user's own sees (image, target) pairs, as with torch."""
+    """The user's own collate_fn gets a list of (image, target) pairs, as with torch."""
 
     def pick(samples: list[Any]) -> Any:
         return [target for _, target in samples], torch.stack([image for image, _ in samples]).sum()
@@ -437,7 +437,7 @@ class Flaky:
 
 
 def test_an_exception_comes_at_its_place() -> None:
-    """Batches before and after the bad one arrive; the exception keeps its type and text."""
+    """Batches before and after the failing one arrive, and the exception keeps its type and text."""
     iterator = iter(DataLoader(Flaky(), batch_size=2, num_workers=2, workers="thread"))
     assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(FileNotFoundError, match=r"sample 4, /data/4\.jpg is gone"):
@@ -446,7 +446,7 @@ def test_an_exception_comes_at_its_place() -> None:
 
 
 def test_a_samplers_exception_comes_at_its_place(images: CachedDataset) -> None:
-    """A sampler that fails midway fails after the batches it gave."""
+    """A sampler that fails in the middle raises after the batches that it gave."""
 
     def sampler() -> Iterator[int]:
         yield from range(3)
@@ -516,7 +516,7 @@ def test_garbage_collection_within_threading_does_not_deadlock(images: CachedDat
 def test_an_epoch_set_after_iter_is_the_one_read(
     images: CachedDataset, workers: Any, persistent: bool
 ) -> None:
-    """With such a sampler workers begin at next(): Lightning calls set_epoch between iter() and next()."""
+    """If a sampler has set_epoch, workers start at next(): Lightning calls set_epoch between iter() and next()."""
     sampler: DistributedSampler[Any] = DistributedSampler(images, num_replicas=1, rank=0)
     options: dict[str, Any] = {
         "num_workers": 2,
@@ -533,7 +533,7 @@ def test_an_epoch_set_after_iter_is_the_one_read(
 
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_dropped_loader_is_gone_at_once(images: CachedDataset, workers: Any) -> None:
-    """Loader and iterator are in no reference cycle: threads and persistent processes end when the last name goes."""
+    """No reference cycle holds loader or iterator: threads and persistent workers end with the last reference."""
     gc.disable()
     try:
         loader = DataLoader(
@@ -558,7 +558,7 @@ def test_two_epochs_can_run_at_once(images: CachedDataset) -> None:
 
 @pytest.mark.parametrize("timeout_s", [0.05, np.float32(0.05)], ids=["float", "numpy"])
 def test_a_slow_batch_times_out(timeout_s: Any) -> None:
-    """timeout= raises torch's own message."""
+    """timeout= raises an error with torch's message."""
     release = threading.Event()
 
     class Slow:
@@ -577,7 +577,7 @@ def test_a_slow_batch_times_out(timeout_s: Any) -> None:
 
 
 def test_other_datasets_are_read_as_by_torch() -> None:
-    """Datasets, iterable ones and batch_size=None that fastdata cannot speed up behave as in torch, and are said."""
+    """Other datasets, streams and batch_size=None behave as in torch, and the report says so."""
     tensors = TensorDataset(torch.arange(7), torch.arange(7) * 2)
     for dataset, options, reason in (
         (tensors, {"batch_size": 3}, "TensorDataset is not a fastdata dataset"),
@@ -639,7 +639,7 @@ def test_the_report_names_engine_and_reason(images: CachedDataset) -> None:
 
 
 def test_a_lost_fast_path_warns_once() -> None:
-    """The warning names the step and the cure, and shows the line that began the epoch."""
+    """The warning names the step and the cure, and points to the line that began the epoch."""
     steps = [v1.RandomCrop(4), v1.Lambda(lambda image: +image), v1.ConvertImageDtype(torch.float32)]
     with _images(v1.Compose(steps)) as dataset:
         text = r"whole batches: Lambda\(.*test_loader.py, line \d+\)\) is not a known batch op, so it runs in "
@@ -654,7 +654,7 @@ def test_a_lost_fast_path_warns_once() -> None:
 
 
 class GaussianBlur:
-    """A user's own class with the name of a transform of torchvision."""
+    """A user's own class with the name of a torchvision transform."""
 
     def __call__(self, image: Any) -> Any:
         return image * 1
@@ -683,7 +683,7 @@ LAST = [v1.RandomCrop(4), v1.ConvertImageDtype(torch.float32)]
     ],
 )
 def test_the_warning_of_a_lost_fast_path_gives_the_cure(transform: Any, cure: str) -> None:
-    """The cure is to use known steps in views, or else prepare= or the prefetcher's transform=."""
+    """The cure is known steps, also in views; otherwise prepare=, or transform= of the prefetcher."""
     with (
         _images(transform) as dataset,
         pytest.warns(FastDataWarning, match=rf"on each .*{cure}"),
@@ -692,7 +692,7 @@ def test_the_warning_of_a_lost_fast_path_gives_the_cure(transform: Any, cure: st
 
 
 class Own(CachedDataset):
-    """A subclass that reads samples its own way."""
+    """A subclass with its own method to read samples."""
 
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index)
@@ -744,7 +744,7 @@ def test_the_report_counts_the_epoch(images: CachedDataset) -> None:
     ids=shown,
 )
 def test_wrong_arguments_are_torchs_errors(images: CachedDataset, options: dict[str, Any]) -> None:
-    """Whatever torch refuses is refused with torch's type and words."""
+    """Arguments that torch refuses raise torch's errors, with the same type and text."""
     with pytest.raises(Exception) as theirs:  # noqa: PT011
         TorchLoader(images, **options)
     with pytest.raises(theirs.type) as ours:
@@ -753,7 +753,7 @@ def test_wrong_arguments_are_torchs_errors(images: CachedDataset, options: dict[
 
 
 def test_an_unknown_engine_is_refused(images: CachedDataset) -> None:
-    """workers= lists its choices."""
+    """The error for a wrong workers= lists the choices."""
     with pytest.raises(ValueError, match="workers='threads' is not one of"):
         DataLoader(images, workers="threads")  # type: ignore[arg-type]
 
@@ -774,7 +774,7 @@ def test_samplers_are_reachable(images: CachedDataset) -> None:
 
 
 def test_no_warning_is_raised_for_threads_beyond_the_cores(images: CachedDataset) -> None:
-    """Torch warns of more processes than cores; threads are capped instead."""
+    """Torch warns of more processes than cores; threads are limited to the cores instead."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loader = DataLoader(images, batch_size=4, num_workers=500)
@@ -783,7 +783,7 @@ def test_no_warning_is_raised_for_threads_beyond_the_cores(images: CachedDataset
 
 
 def test_the_collate_of_torch_works_too(images: CachedDataset) -> None:
-    """default_collate given by hand gives the same batches."""
+    """Passing torch's default_collate gives the same batches."""
     with _images() as other:
         mine = list(DataLoader(images, batch_size=5, num_workers=1))
         assert _equal(
@@ -795,14 +795,14 @@ def test_the_collate_of_torch_works_too(images: CachedDataset) -> None:
 def test_known_collate_functions_are_not_checked_for_draws(
     images: CachedDataset, monkeypatch: pytest.MonkeyPatch, collate_fn: Any
 ) -> None:
-    """They draw nothing, and run without what makes a collate_fn four times slower."""
+    """The two default functions draw nothing, so they run without the generator that makes others slower."""
     monkeypatch.setattr("fastdata.datasets.draws.BatchDraws", None)
     loader = DataLoader(images, batch_size=23, collate_fn=collate_fn)
     assert [labels.tolist() for _, labels in loader] == [[*range(23)]]
 
 
 def test_ctrl_c_in_the_loop_leaves_at_once(fresh: Interpreters) -> None:
-    """KeyboardInterrupt ends a process with reader threads, and only the interrupt is printed."""
+    """Ctrl-C ends a process with reader threads, and only the KeyboardInterrupt is printed."""
     script = """
         import os, signal, torch
         from fastdata import CachedDataset, DataLoader, FastDataWarning
@@ -816,7 +816,7 @@ def test_ctrl_c_in_the_loop_leaves_at_once(fresh: Interpreters) -> None:
 
 
 def test_a_loader_serves_in_a_handler_of_atexit() -> None:
-    """A loader works when no thread can be started any more, also in a handler older than fastdata."""
+    """A loader works when no thread can be started any more, also in a handler registered before fastdata's."""
     script = """
         import atexit
         atexit.register(lambda: print(sum(int(labels.sum()) for _, labels in loader), loader.report().workers))
@@ -849,7 +849,7 @@ def test_a_loader_serves_in_a_handler_of_atexit() -> None:
 def test_auto_leaves_a_core_to_the_training_loop(
     cores: int, ranks: int, asks: dict[str, Any], workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """num_workers="auto" is each rank's share of the cores less one, and 0 only where no argument asks for workers."""
+    """num_workers='auto' is a rank's share of the cores minus one; it is 0 only if no argument needs workers."""
     monkeypatch.setattr(limits, "usable_cores", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert DataLoader(range(3), num_workers="auto", workers="thread", **asks).num_workers == workers  # type: ignore[arg-type]
@@ -858,7 +858,7 @@ def test_auto_leaves_a_core_to_the_training_loop(
 def test_auto_is_a_number_once_the_loader_is_made(
     images: CachedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The environment is read when a loader is made, and ``num_workers`` is then a plain number."""
+    """The environment is read when a loader is made; from then on ``num_workers`` is a plain number."""
     monkeypatch.setattr(limits, "usable_cores", lambda: 12)
     assert DataLoader(images, num_workers="auto").num_workers == 11
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -906,8 +906,8 @@ def test_batches_behind_a_wrong_index_still_come(images: CachedDataset, num_work
 
 
 @pytest.mark.parametrize(("workers", "count"), [("thread", 0), ("thread", 1), ("process", 1)])
-def test_a_batch_dies_without_a_line_of_python(workers: Any, count: int) -> None:
-    """Dropping a batch runs no Python code, in which Ctrl-C would be printed and lost."""
+def test_freeing_a_batch_runs_no_python_code(workers: Any, count: int) -> None:
+    """Freeing a batch runs no Python code, in which a Ctrl-C would be printed and lost."""
     pixels = level_samples(8, (3, 4, 4))
     with CachedDataset(pixels) as dataset:
         batches = iter(DataLoader(dataset, batch_size=2, num_workers=count, workers=workers))

@@ -1,4 +1,4 @@
-"""Subclasses of the DataLoader, whose names are the user's; copies and pickles; forked processes and streams."""
+"""Subclasses of DataLoader and their own names; copies and pickles; forked processes; streams."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _plain(batches: Any) -> list[Any]:
 
 
 def _own_names() -> list[str]:
-    """Return the names of our loader that torch's loader does not have, without those of ``_fastdata``."""
+    """Return the names that our loader has and torch's has not, without those of ``_fastdata``."""
     ours = DataLoader(Numbers())
     found = {*dir(ours), *dir(ours._fastdata), *dir(ours._fastdata.resume)}
     found -= {*dir(TorchLoader(Numbers())), "_fastdata"}
@@ -43,7 +43,7 @@ def _own_names() -> list[str]:
 
 
 def test_our_loader_adds_few_names_to_torchs() -> None:
-    """Only the documented names are added, and one for everything else."""
+    """Our loader adds only the documented names, and ``_fastdata`` for everything else."""
     documented = {"workers", "distributed", "memory_format"}
     documented |= {"report", "state_dict", "load_state_dict", "set_epoch", "show"}
     added = {*dir(DataLoader(Numbers()))} - {*dir(TorchLoader(Numbers()))}
@@ -66,7 +66,7 @@ OWN_VALUES: list[Any] = [
 
 
 def _subclass(base: Any, rng: random.Random, names: list[str]) -> Any:
-    """A subclass that uses the names for what it likes: set before or after torch's ``__init__``, or in its body."""
+    """Return a subclass with its own values under these names, set before or after ``__init__``, or in its body."""
     before, after, body = ({} for _ in range(3))
     for name in names:
         rng.choice([before, after, body])[name] = rng.choice(OWN_VALUES)
@@ -88,7 +88,7 @@ def _subclass(base: Any, rng: random.Random, names: list[str]) -> Any:
 @pytest.mark.parametrize("trial", range(12))
 @pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "threads"])
 def test_a_subclass_may_use_any_name(engine: dict[str, Any], trial: int) -> None:
-    """Batches are torch's whatever attributes and methods a subclass has; copies serve them too."""
+    """Batches are those of torch's loader, whatever attributes and methods a subclass has; copies work too."""
     names = _own_names()
     for own in (names, random.Random(trial).sample(names, 5)):
         outcome = []
@@ -133,7 +133,7 @@ def test_an_attribute_workers_of_a_subclass_changes_no_engine() -> None:
 
 
 class Proxy:
-    """Seems to be of the class of the dataset inside it, and has its attributes, but makes items of its own."""
+    """An object that pretends to be the dataset inside it, but makes its own items."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -156,7 +156,7 @@ class Proxy:
 
 @EVERY_ENGINE
 def test_a_proxy_of_a_dataset_makes_its_own_items(engine: dict[str, Any]) -> None:
-    """Its items are used whatever its ``__class__`` is, alone and in a Subset."""
+    """A proxy's own items are used, whatever its ``__class__`` says, alone and in a Subset."""
     with CachedDataset([(torch.zeros(1, 2, 2), n) for n in range(5)]) as cached:
         proxy: Any = Proxy(cached)
         assert isinstance(proxy, CachedDataset)
@@ -169,7 +169,7 @@ def test_a_proxy_of_a_dataset_makes_its_own_items(engine: dict[str, Any]) -> Non
 
 @EVERY_ENGINE
 def test_a_copy_of_a_loader_counts_its_own_epochs(engine: dict[str, Any]) -> None:
-    """States, loaded states and epochs of a copy and of what it was made from leave each other alone."""
+    """A loader and its copy have separate states, loaded states and epochs."""
     samples = level_samples(12, (3, 4, 4), torch.int64)
     with CachedDataset(samples, seed=0) as cached:
         loader = DataLoader(cached, batch_size=3, **engine)
@@ -196,7 +196,7 @@ def test_a_copy_of_a_loader_counts_its_own_epochs(engine: dict[str, Any]) -> Non
 
 
 def test_a_copy_has_its_own_distributed_sampler() -> None:
-    """The sampler that ``distributed=`` makes is copied with the loader; one of the user's is shared, as by torch."""
+    """A copy gets its own sampler if ``distributed=`` made it; a sampler of the user is shared, as in torch."""
     loader = DataLoader(Numbers(), batch_size=4, shuffle=True, distributed="auto")
     for other in (copy.copy(loader), copy.deepcopy(loader)):
         assert other.batch_sampler.sampler is other.sampler is not loader.sampler
@@ -260,7 +260,7 @@ def test_a_forked_process_cannot_read_by_threads_of_its_parent() -> None:
 
 @pytest.mark.parametrize("options", [{"persistent_workers": True, "num_workers": 1}, {}], ids=shown)
 def test_a_datapipe_shuffles_each_epoch_as_in_torchs_loader(options: dict[str, Any]) -> None:
-    """A pipe that shuffles gives torch's orders, all of them different, for each seed and with a generator."""
+    """A pipe that shuffles gives torch's orders, a new one in each epoch, for each seed and with a generator."""
     for is_global in (True, False):
         outcome = []
         for make in (DataLoader, TorchLoader):

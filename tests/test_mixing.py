@@ -1,4 +1,4 @@
-"""MixUp and CutMix in ``collate_fn``: the batches that the ``collate_fn`` makes, made in whole batches."""
+"""MixUp and CutMix in a ``collate_fn``: fastdata makes the same batches as whole batches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MIXES = {"MixUp": MIXUP, "CutMix": CUTMIX, "RandomChoice": EITHER, "RandomApply"
 
 
 def cached(steps: Any = (*CROP, *FLOATS), **options: Any) -> CachedDataset:
-    """Image i is random and i's own; its target is i % 7."""
+    """Return a dataset whose image i is random and differs from all others; its target is i % 7."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (LENGTH, 3, 18, 16), dtype=torch.uint8, generator=generator)
     samples = [(images[i], i % CLASSES) for i in range(LENGTH)]
@@ -64,18 +64,18 @@ def mixing_of(mix: Any) -> Callable[[Any], Any]:
 
 
 def called(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same function, hidden from who looks for mixes in it."""
+    """Return the same function in a form in which no mix is recognised, so that it is called."""
     return lambda samples: collate_fn(samples)
 
 
 def layouts_of(tensor: torch.Tensor) -> list[bool]:
-    """A tensor of one channel has both."""
+    """Return whether a tensor is contiguous, and whether it is channels last; with one channel it is both."""
     formats = [torch.contiguous_format, *[torch.channels_last] * (tensor.ndim == 4)]
     return [tensor.is_contiguous(memory_format=it) for it in formats]
 
 
 def assert_equal(found: Any, expected: Any) -> None:
-    """Check that two epochs have equally many batches of the same types, dtypes, memory formats and bits."""
+    """Check that two epochs have equally many batches, with equal types, dtypes, memory formats and bits."""
     for batch, right in zip(found, expected, strict=True):
         assert type(batch) is type(right)
         for part, other in zip(batch, right, strict=True):
@@ -106,7 +106,7 @@ DTYPES = {
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("steps", DTYPES.values(), ids=DTYPES)
 def test_batches_are_those_of_the_collate_fn(steps: Any, layout: torch.memory_format) -> None:
-    """Pixels and labels are equal to the bit for every dtype and layout; the last batch is short."""
+    """Pixels and labels are bit-equal for every dtype and layout, also in the shorter last batch."""
     with cached([*CROP, *steps]) as dataset:
         for mix in (MIXUP, CUTMIX):
             function = mixing_of(mix)
@@ -116,8 +116,8 @@ def test_batches_are_those_of_the_collate_fn(steps: Any, layout: torch.memory_fo
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
-def test_batches_are_the_same_whoever_makes_them(images: CachedDataset, mix: Any) -> None:
-    """Threads, worker processes and the training loop draw alike, for all samples and for a subset."""
+def test_every_engine_mixes_alike(images: CachedDataset, mix: Any) -> None:
+    """Threads, worker processes and the training loop make the same draws, also for a subset."""
     function = mixing_of(mix)
     for dataset in (images, Subset(images, [3, 3, 21, 0, 8, 8, 2])):
         expected = batches_of(dataset, called(function), num_workers=2)
@@ -129,7 +129,7 @@ def test_batches_are_the_same_whoever_makes_them(images: CachedDataset, mix: Any
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, LENGTH])
 def test_any_number_of_samples_is_mixed(images: CachedDataset, batch_size: int) -> None:
-    """A batch of one is mixed with itself; in larger ones row 0 has the last row for its partner."""
+    """A batch of one is mixed with itself; in larger ones row 0 is mixed with the last row."""
     for mix in (MIXUP, CUTMIX):
         made = [
             list(DataLoader(images, batch_size=batch_size, collate_fn=function))
@@ -147,7 +147,7 @@ def test_any_number_of_samples_is_mixed(images: CachedDataset, batch_size: int) 
     ids=str,
 )
 def test_samples_of_any_store_are_mixed(options: dict[str, Any]) -> None:
-    """Encoded samples are decoded a few at a time, and rows are made of them meanwhile."""
+    """Encoded samples, which are decoded a few at a time, give the same mixed batches."""
     with cached(**options) as dataset:
         expected = batches_of(dataset, called(mixing_of(EITHER)))
         assert_equal(batches_of(dataset, mixing_of(EITHER)), expected)
@@ -155,14 +155,14 @@ def test_samples_of_any_store_are_mixed(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("steps", [[], [v1.CenterCrop(12)]], ids=["as stored", "cropped before"])
 def test_samples_that_are_only_converted_are_mixed(steps: list[Any]) -> None:
-    """No step but the conversion is left for a batch."""
+    """If only the conversion to floats runs on batches, they are mixed too."""
     with cached([*steps, *FLOATS]) as dataset:
         expected = batches_of(dataset, called(mixing_of(MIXUP)))
         assert_equal(batches_of(dataset, mixing_of(MIXUP)), expected)
 
 
-def test_uint8_is_cut_and_never_added(images: CachedDataset) -> None:
-    """CutMix takes uint8; MixUp refuses it in torch's words, and the report says why it was called."""
+def test_cutmix_takes_uint8_and_mixup_refuses_it(images: CachedDataset) -> None:
+    """CutMix takes uint8; MixUp refuses it with torch's error, and the report says why it was called."""
     with cached(CROP) as dataset:
         expected = batches_of(dataset, called(mixing_of(CUTMIX)))
         assert expected[0][0].dtype is torch.uint8
@@ -174,7 +174,7 @@ def test_uint8_is_cut_and_never_added(images: CachedDataset) -> None:
 
 
 def test_float_samples_are_mixed_as_they_are() -> None:
-    """Stored floats have no conversion, and no step."""
+    """Stored floats are mixed without a conversion or another step."""
     samples = [(torch.rand(3, 4, 6), i % CLASSES) for i in range(9)]
     with CachedDataset(samples, seed=0) as dataset:
         for mix in (MIXUP, CUTMIX):
@@ -183,7 +183,7 @@ def test_float_samples_are_mixed_as_they_are() -> None:
 
 
 def test_joined_datasets_are_mixed_with_each_other(images: CachedDataset) -> None:
-    """Rows of one batch come from several stores, which convert in their own ways."""
+    """A batch may mix samples of several stores, each with its own conversion."""
     with cached([*CROP, v1.ConvertImageDtype(torch.float32)]) as other:
         joined = ConcatDataset([images, other])
         options = {"sampler": [3, 25, 40, 7, 22, 1, 21]}
@@ -193,7 +193,7 @@ def test_joined_datasets_are_mixed_with_each_other(images: CachedDataset) -> Non
 
 
 def test_files_are_mixed_as_they_are_read(tmp_path: Path) -> None:
-    """With storage='none' samples are decoded in the batch's call."""
+    """With storage='none', samples are decoded and mixed in one call for a batch."""
     for index in range(6):
         path = tmp_path / f"class{index % 2}" / f"{index}.jpg"
         path.parent.mkdir(exist_ok=True)
@@ -210,7 +210,7 @@ def test_files_are_mixed_as_they_are_read(tmp_path: Path) -> None:
 
 
 def test_a_resume_mixes_as_without_one(images: CachedDataset) -> None:
-    """Draws follow the batch's number, from wherever an epoch goes on."""
+    """Draws follow from the number of the batch, also after a resume."""
     arguments: dict[str, Any] = {"batch_size": 5, "collate_fn": mixing_of(EITHER), "num_workers": 2}
     loader = DataLoader(images, **arguments)
     batches = iter(loader)
@@ -280,7 +280,7 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_published_forms_are_found(images: CachedDataset, form: Any) -> None:
-    """Whatever the form, a batch is what the function returns, in its containers."""
+    """For every published form, a batch has the types that the function returns."""
     loader = DataLoader(images, batch_size=5, collate_fn=form)
     [first, *_] = list(loader)
     assert "; mixed by MixUp of collate_fn=" in loader.report().path
@@ -337,7 +337,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("collate_fn", "reason"), OTHERS.values(), ids=OTHERS)
 def test_any_other_function_is_called(images: CachedDataset, collate_fn: Any, reason: str) -> None:
-    """A function that does more than to mix gets samples, and the report says why."""
+    """A function that does more than mixing gets samples, and the report says why."""
     loader = DataLoader(images, batch_size=5, collate_fn=collate_fn)
     made = list(loader)
     assert loader.report().path.endswith(reason)
@@ -349,8 +349,8 @@ def test_any_other_function_is_called(images: CachedDataset, collate_fn: Any, re
             assert_equal([batch], [right])
 
 
-def test_batches_that_are_no_pairs_are_handed_over() -> None:
-    """Targets that are no class numbers are mixed by the function itself."""
+def test_other_targets_are_mixed_by_the_function() -> None:
+    """If targets are not class numbers, the function itself mixes the batch."""
     samples = [
         (torch.zeros(3, 4, 4), torch.nn.functional.one_hot(torch.tensor(i), 7).float())
         for i in range(6)
@@ -371,13 +371,13 @@ def test_a_label_that_is_no_class_is_torchs_error(images: CachedDataset) -> None
 
 
 def test_a_mix_needs_no_worker_init_fn(images: CachedDataset) -> None:
-    """A mix that is found runs in threads, whatever is prepared for worker processes."""
+    """A recognised mix runs in threads, also if a worker_init_fn is given."""
     options: dict[str, Any] = {"batch_size": 5, "num_workers": 1, "worker_init_fn": print}
     assert "read by 1 thread" in DataLoader(images, collate_fn=references, **options).report().path
 
 
 def test_ranks_mix_their_own_batches(images: CachedDataset) -> None:
-    """Two ranks draw other numbers, as they do where the function is called."""
+    """Two ranks draw different numbers, as they do if the function is called."""
     for rank in range(2):
         sampler = DistributedSampler(images, 2, rank, shuffle=False)  # type: ignore[var-annotated]
         made = [
@@ -404,7 +404,7 @@ def timms(kind: str, **options: Any) -> Any:
 
 
 def seeded(number: int) -> None:
-    """Give NumPy's generator the draws of a batch."""
+    """Seed NumPy's generator for the draws of a batch."""
     np.random.seed(sample_keys(0, 0, np.array([number])).view(np.uint32))
 
 
@@ -418,7 +418,7 @@ def _own_numpy() -> Iterator[None]:
 @pytest.mark.usefixtures("_own_numpy")
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 def test_timms_mixup_is_served(images: CachedDataset, halves: CachedDataset, mode: str) -> None:
-    """Pixels and labels are timm's for the same state of NumPy's generator, which is not touched."""
+    """Pixels and labels equal timm's for the same state of NumPy's generator, which does not change."""
     arguments: dict[str, Any] = {"batch_size": 4, "drop_last": True}
     for dataset, recipes in ((images, TIMM), (halves, TIMM[-1:])):
         plain = list(DataLoader(dataset, **arguments))
@@ -439,7 +439,7 @@ def test_timms_mixup_is_served(images: CachedDataset, halves: CachedDataset, mod
 @pytest.mark.usefixtures("_own_numpy")
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 def test_timms_fast_collate_is_served(mode: str) -> None:
-    """uint8 is mixed and rounded as timm does it, of tensors and of arrays."""
+    """uint8 is mixed and rounded as by timm, from tensors and from arrays."""
     arguments: dict[str, Any] = {"batch_size": 4, "drop_last": True}
     with cached(CROP) as dataset:
         plain = list(DataLoader(dataset, **arguments))
@@ -454,7 +454,7 @@ def test_timms_fast_collate_is_served(mode: str) -> None:
 
 
 def test_timms_settings_may_change_between_epochs(images: CachedDataset) -> None:
-    """``mixup_enabled = False`` (mixup_off_epoch) leaves images alone, and smooths labels on."""
+    """``mixup_enabled = False`` (mixup_off_epoch) ends the mixing of images, but still smooths labels."""
     mixup = timms("Mixup", cutmix_alpha=1.0)
     loader = DataLoader(images, batch_size=2, collate_fn=mixing_of(mixup), num_workers=1)
     plain = DataLoader(images, batch_size=2)
@@ -467,7 +467,7 @@ def test_timms_settings_may_change_between_epochs(images: CachedDataset) -> None
 
 
 def test_timm_refuses_a_batch_of_odd_length(images: CachedDataset) -> None:
-    """In its own words."""
+    """A batch of odd length raises timm's own error."""
     loader = DataLoader(images, batch_size=5, collate_fn=mixing_of(timms("Mixup")))
     with pytest.raises(AssertionError, match="Batch size should be even when using this"):
         next(iter(loader))
@@ -480,8 +480,8 @@ def test_timm_refuses_a_batch_of_odd_length(images: CachedDataset) -> None:
         ("Mixup", {"multi_label": True}, "Mixup has multi_label=True"),
     ],
 )
-def test_what_of_timm_is_not_served_is_called(kind: str, options: Any, reason: str) -> None:
-    """Mixers of timm that are not supported are called, and the report has the reason."""
+def test_unsupported_mixers_of_timm_are_called(kind: str, options: Any, reason: str) -> None:
+    """Mixers of timm that are not supported are called, and the report gives the reason."""
     try:
         mixup = timms(kind, **options)
     except TypeError:
@@ -493,7 +493,7 @@ def test_what_of_timm_is_not_served_is_called(kind: str, options: Any, reason: s
 
 
 def test_mixup_in_the_training_loop_is_the_users(images: CachedDataset) -> None:
-    """Mixup of timm called on batches leaves the loader as it is."""
+    """Calling timm's Mixup in the training loop does not change how the loader reads."""
     mixup = timms("Mixup")
     loader = DataLoader(images, batch_size=4, drop_last=True)
     for pixels, labels in loader:
@@ -517,7 +517,7 @@ def assert_close(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
 def test_uint8_is_sent_and_mixed_on_the_device(gpu: Sim, images: CachedDataset, mix: Any) -> None:
-    """Pixels cross the bus as bytes, labels as numbers, and come out as the CPU mixes them."""
+    """Pixels are sent as bytes and labels as numbers, and the device mixes them as the CPU does."""
     expected = list(DataLoader(images, batch_size=4, collate_fn=mixing_of(mix)))
     with on_device(images, mixing_of(mix)) as batches:
         assert_close(batches, expected)
@@ -528,7 +528,7 @@ def test_uint8_is_sent_and_mixed_on_the_device(gpu: Sim, images: CachedDataset, 
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 def test_timms_mixup_is_mixed_on_the_device(gpu: Sim, mode: str) -> None:
-    """Each row has shares and a box of its own there."""
+    """The device mixes each row with its own shares and box."""
     mixup = timms("Mixup", cutmix_alpha=1.0, mode=mode)
     with cached() as dataset:
         subset = Subset(dataset, range(20))
@@ -539,7 +539,7 @@ def test_timms_mixup_is_mixed_on_the_device(gpu: Sim, mode: str) -> None:
 
 
 def test_the_report_says_where_a_mix_runs(gpu: Sim, images: CachedDataset) -> None:
-    """With batch_ops='cpu', uint8, or another function, mixed batches are sent; a store is not cut."""
+    """With batch_ops='cpu', with uint8, and with another function, mixed batches are sent, and no store is cut."""
     for dataset, collate_fn, options, where in (
         (images, references, {"batch_ops": "cpu"}, "on the CPU: batch_ops='cpu'"),
         (images, _scaled, {}, "on the CPU: collate_fn= is your own"),

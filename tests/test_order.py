@@ -1,4 +1,4 @@
-"""Orders of batches: every kind of sampler and batch sampler beside torch's loader."""
+"""The order of batches: every kind of sampler and batch sampler, compared with torch's loader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENGINES = pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "t
 
 
 class OneShot:
-    """Gives its numbers in the first pass only, without being an iterator."""
+    """An iterable that gives its numbers in the first pass only, and is no iterator."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self._numbers = iter(numbers)
@@ -53,7 +53,7 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
 
 
 class Batches:
-    """A batch sampler that makes each batch when it is asked for."""
+    """A batch sampler that makes each batch when it is needed."""
 
     def __init__(self, batches: list[list[int]], form: str) -> None:
         self._batches = batches
@@ -67,7 +67,7 @@ class Batches:
 
 
 def _outcome(loader: Any) -> list[Any]:
-    """All batches of an epoch, and the type of the exception that ended it."""
+    """Return all batches of an epoch, and the type of the exception that ended it."""
     found: list[Any] = []
     try:
         for images, labels in loader:
@@ -78,7 +78,7 @@ def _outcome(loader: Any) -> list[Any]:
 
 
 def _random_batches(rng: random.Random) -> list[list[int]]:
-    """Uneven batches with repeated and negative indices; rarely an empty batch, or a wrong index."""
+    """Return uneven batches with repeated and negative indices; a few are empty or have a wrong index."""
     low, high = rng.choice([(0, COUNT), (-COUNT, COUNT), (-COUNT, COUNT), (-COUNT - 1, COUNT + 1)])
     sizes = [rng.randrange(0 if rng.random() < 0.1 else 1, 10) for _ in range(rng.randrange(6))]
     return [[rng.randrange(low, high) for _ in range(size)] for size in sizes]
@@ -87,7 +87,7 @@ def _random_batches(rng: random.Random) -> list[list[int]]:
 @pytest.mark.parametrize("form", FORMS)
 @ENGINES
 def test_batch_samplers_of_every_shape_are_torchs(engine: dict[str, Any], form: str) -> None:
-    """Batches, and the type of an error, are those of torch's loader over the same samples, in both loaders."""
+    """Batches, and the types of errors, are those of torch's loader, with every kind of batch sampler."""
     rng = random.Random(form)
     with CachedDataset(Levels(COUNT, (1, 2, 3))) as cached:
         for _ in range(12):
@@ -105,7 +105,7 @@ def test_batch_samplers_of_every_shape_are_torchs(engine: dict[str, Any], form: 
 @pytest.mark.parametrize("form", FORMS)
 @ENGINES
 def test_samplers_of_every_shape_are_torchs(engine: dict[str, Any], form: str) -> None:
-    """Samplers are cut into torch's batches, with torch's errors."""
+    """Every kind of sampler gives torch's batches and torch's errors."""
     rng = random.Random(form)
     with CachedDataset(Levels(COUNT, (1, 2, 3))) as cached:
         for _ in range(12):
@@ -123,7 +123,7 @@ def test_samplers_of_every_shape_are_torchs(engine: dict[str, Any], form: str) -
 
 
 def _sizes(loader: Any, change: Callable[[Any, int], None]) -> tuple[list[int], list[int]]:
-    """The sizes of an epoch's batches, and its labels, where ``change`` is called after each batch."""
+    """Return the sizes of an epoch's batches, and its labels, if ``change`` is called after each batch."""
     sizes = []
     labels = []
     for number, (_, label_B) in enumerate(loader):
@@ -135,7 +135,7 @@ def _sizes(loader: Any, change: Callable[[Any, int], None]) -> tuple[list[int], 
 
 @pytest.mark.parametrize("trial", range(10))
 def test_a_batch_size_may_change_within_an_epoch(trial: int) -> None:
-    """Batches are cut as in torch's loader, over shuffled and plain orders, with and without drop_last."""
+    """Batches have the sizes of torch's loader, shuffled or not, with and without drop_last."""
     rng = random.Random(trial)
     steps = [rng.randrange(1, 8) for _ in range(20)]
     options = {
@@ -162,7 +162,7 @@ def test_a_batch_size_may_change_within_an_epoch(trial: int) -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_threads_lose_no_sample_where_a_batch_size_changes(shuffle: bool) -> None:
-    """Batches that threads read ahead keep their size, later ones have the new one, and each sample comes once."""
+    """Batches that were read ahead keep their size, later ones have the new size, and each sample comes once."""
 
     def change(loader: Any, number: int) -> None:
         loader.batch_sampler.batch_size = 2
@@ -179,7 +179,7 @@ def test_threads_lose_no_sample_where_a_batch_size_changes(shuffle: bool) -> Non
 
 
 def test_a_state_says_that_it_does_not_count_batches_of_several_sizes() -> None:
-    """A state warns inside an epoch whose batch size was changed, but not at its end or in another epoch."""
+    """A state warns within an epoch whose batch size has changed, but not after its end or in another epoch."""
     loader = DataLoader(Levels(COUNT, (1, 2, 3)), batch_size=4)
     iterator = iter(loader)
     next(iterator)
@@ -227,7 +227,7 @@ def test_a_sampler_may_grow_while_it_is_read() -> None:
 def test_a_state_with_the_last_batch_has_the_generator_of_the_next_epoch(
     engine: dict[str, Any], drop_last: bool
 ) -> None:
-    """Whatever the sizes of batches were, what is resumed from the last one is the epoch that follows."""
+    """A state after the last batch resumes with the next epoch, whatever the sizes of the batches were."""
 
     def make() -> Any:
         generator = torch.Generator().manual_seed(5)
@@ -339,7 +339,7 @@ def _cosplace(base: Any) -> Any:
 def test_endless_loaders_go_on_as_torchs(
     engine: dict[str, Any], published: Callable[[Any], Any], batch_size: int | None
 ) -> None:
-    """Three published subclasses give torch's batches for three epochs and a half, over any dataset."""
+    """Three published subclasses that repeat their sampler give torch's batches for three and a half epochs."""
     length = -(-COUNT // batch_size) if batch_size else COUNT
     with CachedDataset(Levels(COUNT, (1, 2, 3))) as cached:
         found = []
@@ -364,7 +364,7 @@ def test_endless_loaders_go_on_as_torchs(
 
 @ENGINES
 def test_the_sampler_in_use_is_the_one_that_the_loader_has(engine: dict[str, Any]) -> None:
-    """A batch sampler that replaces another, or the one inside it, decides later epochs and their states."""
+    """If the user replaces a batch sampler, or the sampler in it, later epochs and states use the new one."""
     with CachedDataset(Levels(COUNT, (1, 2, 3))) as cached:
         loader = DataLoader(cached, batch_size=4, **engine)
         object.__setattr__(loader, "batch_sampler", [[3, 1], [2]])

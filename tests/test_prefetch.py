@@ -1,4 +1,4 @@
-"""Batches on a device ahead of need: ownership of memory, order, and the end of an epoch."""
+"""CudaPrefetcher on a simulated device: the order of batches, who owns their memory, and how an epoch ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prefetch_threads() -> list[threading.Thread]:
 
 
 class Loader:
-    """Batch i is made when it is asked for: a 3 x 5 tensor full of i, and i."""
+    """A loader that makes batch i when it is requested: a 3 x 5 tensor full of i, and i."""
 
     def __init__(self, length: int = 20, fail_at: int = -1) -> None:
         self.length, self.fail_at = length, fail_at
@@ -76,7 +76,7 @@ class _Reading:
 
 
 def test_every_batch_arrives_in_order(gpu: Sim) -> None:
-    """Batches hold the loader's values, read as soon as each is handed over."""
+    """Each batch has the loader's values when it arrives."""
     seen = []
     for images, number in on_device(Loader()):
         seen.append((images.unique().tolist(), number))
@@ -84,13 +84,13 @@ def test_every_batch_arrives_in_order(gpu: Sim) -> None:
 
 
 def test_a_slot_is_not_filled_again_before_its_copy_is_done(gpu: Sim) -> None:
-    """All values are right even if copies happen only when somebody waits, long after the batch was handed over."""
+    """All values are right, also if copies run only when something waits, long after the batch arrived."""
     batches = [images for images, _ in on_device(Loader(), depth=2)]
     assert [images.unique().tolist() for images in batches] == [[float(i)] for i in range(20)]
 
 
 def test_one_stream_serves_all_epochs(gpu: Sim) -> None:
-    """Fifty epochs make one side stream, and pin memory once for each of depth + 2 copies at most."""
+    """Fifty epochs use one side stream, and pin memory once for at most depth + 2 copies."""
     batches = on_device(Loader(3), depth=2)
     for _ in range(50):
         assert len(list(batches)) == 3
@@ -99,7 +99,7 @@ def test_one_stream_serves_all_epochs(gpu: Sim) -> None:
 
 
 def test_memory_is_bounded_over_a_thousand_batches(gpu: Sim) -> None:
-    """Pinned memory is depth + 2 copies, host batches alive at a time are few, and none is left at the end."""
+    """Pinned memory is depth + 2 copies, few host batches live at a time, and none is left at the end."""
     loader = Loader(1000)
     batches = on_device(loader, depth=2)
     for images, _ in batches:
@@ -111,7 +111,7 @@ def test_memory_is_bounded_over_a_thousand_batches(gpu: Sim) -> None:
 
 
 def test_the_thread_reads_no_further_than_it_may(gpu: Sim) -> None:
-    """While the user holds the first batch, at most depth more and one staged are read."""
+    """While the user has the first batch, at most ``depth`` more and one staged batch are read."""
     loader = Loader(100)
     batches = iter(on_device(loader, depth=3))
     next(batches)
@@ -129,7 +129,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def four_threads() -> Iterator[None]:
-    """Operations of torch take four threads each."""
+    """Let operations of torch use four threads each."""
     count = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -138,7 +138,7 @@ def four_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("four_threads")
 def test_large_batches_are_staged_in_one_thread(gpu: Sim) -> None:
-    """The copy thread starts no others, however large and however laid out a batch is."""
+    """The copy thread starts no other threads, whatever the size and layout of a batch."""
     images = torch.zeros(4, 3, 128, 128)
     batches = [images, images.to(memory_format=torch.channels_last), images.bfloat16()[:, :, ::2]]
     process = psutil.Process()
@@ -155,7 +155,7 @@ def test_large_batches_are_staged_in_one_thread(gpu: Sim) -> None:
 
 
 def test_pinned_memory_of_the_user_is_copied_from_in_place(gpu: Sim) -> None:
-    """A tensor that is pinned already needs no host copy, and lives until its copy is done."""
+    """A pinned tensor is not copied on the host, and lives until its copy to the device is done."""
     pinned = torch.full((3, 5), 7.0).pin_memory()
     batches = on_device([pinned])
     (moved,) = batches
@@ -204,7 +204,7 @@ def test_next_inside_a_capture_is_refused(gpu: Sim) -> None:
 
 
 def test_a_capture_on_the_prefetchers_device_is_refused() -> None:
-    """It is refused whatever the current device is; a capture on another device continues."""
+    """A capture is refused on the prefetcher's device, whatever the current one is; on another it continues."""
     with Sim(devices=2).installed() as sim:
         epoch = iter(CudaPrefetcher(Loader(3), "cuda:1"))
         with torch.cuda.device(1):
@@ -225,7 +225,7 @@ def test_a_capture_on_the_prefetchers_device_is_refused() -> None:
 
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_lost_device_ends_the_epoch_in_good_order(gpu: Sim, goes_on: bool) -> None:
-    """The loop gets the error, no exception leaves the thread, and memory is freed although copies never end."""
+    """The loop gets the error, the thread ends without one, and memory is freed although copies never end."""
     loader = Loader(100)
     batches = on_device(loader)
     epoch = iter(batches)
@@ -245,13 +245,13 @@ def test_a_lost_device_ends_the_epoch_in_good_order(gpu: Sim, goes_on: bool) -> 
 
 
 def test_an_empty_loader_gives_no_batch(gpu: Sim) -> None:
-    """An empty loader causes no copy and leaves no thread."""
+    """An empty loader causes no copy, and leaves no thread behind."""
     assert list(on_device([])) == []
     assert prefetch_threads() == []
 
 
 def test_break_ends_the_thread_at_once(gpu: Sim) -> None:
-    """The thread is joined when the loop is left, and what was read ahead is gone."""
+    """After a break the thread has ended, and batches that were read ahead are freed."""
     loader = Loader(100)
     for _ in on_device(loader):
         break
@@ -286,7 +286,7 @@ def test_a_broken_epoch_does_not_disturb_the_next(gpu: Sim) -> None:
 
 
 def test_a_staged_batch_that_is_dropped_frees_its_buffer(gpu: Sim) -> None:
-    """Epochs that are left while a batch waits in a pinned buffer do not use the buffers up."""
+    """Epochs that end while a batch waits in a pinned buffer leave all buffers free."""
     loader = Loader(100)
     batches = on_device(loader, depth=2)
     for broken in range(1, 6):
@@ -300,7 +300,7 @@ def test_a_staged_batch_that_is_dropped_frees_its_buffer(gpu: Sim) -> None:
 
 
 def test_failures_that_are_kept_hold_no_buffer(gpu: Sim) -> None:
-    """Whoever collects the exceptions of a transform still gets the batches behind them from pinned memory."""
+    """A user who keeps the exceptions of a transform still gets later batches from pinned memory."""
 
     def transform(batch: Any) -> Any:
         if batch[1] < 6:
@@ -318,7 +318,7 @@ def test_failures_that_are_kept_hold_no_buffer(gpu: Sim) -> None:
 
 
 def test_two_iterators_go_side_by_side(gpu: Sim) -> None:
-    """Each of two live iterators gives its own complete epoch, with right values."""
+    """Two iterators at the same time give a complete epoch each, with right values."""
     batches = on_device(Loader(8), depth=1)
     pairs = list(zip(batches, batches, strict=True))
     assert [(a[0].unique().item(), b[0].unique().item()) for a, b in pairs] == [
@@ -327,7 +327,7 @@ def test_two_iterators_go_side_by_side(gpu: Sim) -> None:
 
 
 def test_a_finished_iterator_stays_finished(gpu: Sim) -> None:
-    """``next`` after the end is StopIteration, again and again."""
+    """After the end, each ``next`` raises StopIteration."""
     batches = iter(on_device(Loader(1)))
     next(batches)
     for _ in range(3):
@@ -335,7 +335,7 @@ def test_a_finished_iterator_stays_finished(gpu: Sim) -> None:
 
 
 def test_close_ends_live_iterators(gpu: Sim) -> None:
-    """After ``with`` no thread runs; a later epoch begins again with the first batch."""
+    """After ``with`` no thread runs; a later epoch begins with the first batch."""
     with on_device(Loader(9)) as batches:
         epoch = iter(batches)
         next(epoch)
@@ -357,8 +357,8 @@ def test_an_exception_comes_after_the_batches_before_it(gpu: Sim) -> None:
     assert [number for _, number in batches] == [3, 4]
 
 
-def test_nothing_is_read_behind_an_exception_until_the_loop_asks(gpu: Sim) -> None:
-    """The thread has ended by then: a loop that gives up waits for no further batch of a slow loader."""
+def test_nothing_is_read_after_an_exception_before_next(gpu: Sim) -> None:
+    """After an exception the thread has ended, and reads no further batch before the next ``next``."""
     loader = Loader(5, fail_at=2)
     batches = iter(on_device(loader))
     for _ in range(2):
@@ -370,7 +370,7 @@ def test_nothing_is_read_behind_an_exception_until_the_loop_asks(gpu: Sim) -> No
 
 
 def test_a_failed_epoch_keeps_nothing_alive(gpu: Sim) -> None:
-    """Without the cycle collector, thread and batches are freed with the iterator and the exception."""
+    """Thread and batches are freed with the iterator and the exception, without the garbage collector."""
     loader = Loader(5, fail_at=2)
     gc.disable()
     try:
@@ -382,8 +382,8 @@ def test_a_failed_epoch_keeps_nothing_alive(gpu: Sim) -> None:
         gc.enable()
 
 
-def test_a_prefetcher_goes_with_its_last_reference(gpu: Sim) -> None:
-    """Without the cycle collector, and with it a loader of torch's and its dataset, whose memory may be large."""
+def test_a_dropped_prefetcher_is_freed(gpu: Sim) -> None:
+    """A dropped prefetcher frees torch's loader and its dataset, without the garbage collector."""
     loader = DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
     gone = [weakref.ref(loader), weakref.ref(loader.dataset)]
     gc.disable()
@@ -397,7 +397,7 @@ def test_a_prefetcher_goes_with_its_last_reference(gpu: Sim) -> None:
 
 
 def test_an_exception_of_iter_is_raised_by_iter(gpu: Sim) -> None:
-    """The loader's iterator is made in the user's thread, where its exception belongs."""
+    """An exception of the loader's ``iter`` is raised by the prefetcher's ``iter``, in the user's thread."""
 
     class Broken:
         def __iter__(self) -> Any:
@@ -409,7 +409,7 @@ def test_an_exception_of_iter_is_raised_by_iter(gpu: Sim) -> None:
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_thread(gpu: Sim) -> None:
-    """A KeyboardInterrupt while the loop waits is raised there, and the thread is gone."""
+    """Ctrl-C while the loop waits is raised there, and the thread has ended."""
     is_first_there = threading.Event()
 
     def loader() -> Iterator[Any]:
@@ -449,7 +449,7 @@ def test_the_iterator_is_made_in_the_users_thread_and_read_in_another(gpu: Sim) 
 
 
 def test_nothing_is_read_before_the_first_batch_is_asked_for(gpu: Sim) -> None:
-    """``iter`` alone starts no thread: what the loader draws first is drawn while the user waits."""
+    """``iter`` alone starts no thread, so the loader's first draws are made while the user waits."""
     loader = Loader()
     batches = iter(on_device(loader))
     assert (loader.read, prefetch_threads()) == (0, [])
@@ -458,7 +458,7 @@ def test_nothing_is_read_before_the_first_batch_is_asked_for(gpu: Sim) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_cannot_go_on_with_an_iterator(gpu: Sim) -> None:
-    """In the child ``next`` raises and the process ends normally; the parent's epoch continues."""
+    """In a forked process ``next`` raises, and the process ends normally; the parent's epoch continues."""
     batches = iter(on_device(Loader(6)))
     next(batches)
     pid = os.fork()
@@ -498,7 +498,7 @@ next(batches)
 
 
 def test_a_driver_that_refuses_to_pin_is_tried_once(gpu: Sim) -> None:
-    """After the driver has refused to pin, no batch tries again, and all batches still arrive."""
+    """After one refusal no batch tries to pin again, and all batches arrive."""
     gpu.refuses_to_pin = True
     batches = on_device(Loader(3))
     words = r"pageable memory, which takes longer: not pinned: the driver refuses to pin memory \(CUDA error"
@@ -509,7 +509,7 @@ def test_a_driver_that_refuses_to_pin_is_tried_once(gpu: Sim) -> None:
 
 
 def test_pageable_memory_warns_once(gpu: Sim) -> None:
-    """One warning for all epochs, which names the user's line, and the report says why."""
+    """One warning for all epochs points to the user's line, and the report gives the reason."""
     gpu.refuses_to_pin = True
     batches = on_device(Loader(3))
     with pytest.warns(FastDataWarning, match="pageable memory") as caught:
@@ -530,7 +530,7 @@ def test_larger_batches_replace_the_buffers(gpu: Sim) -> None:
 
 
 def test_the_report_reads_well(gpu: Sim) -> None:
-    """The report shows the device, the pinned memory and why, and how batches were copied."""
+    """The report has the device, the pinned memory with its reason, and the ways of the copies."""
     batches = on_device(Loader(4))
     list(batches)
     report = batches.report()
@@ -548,7 +548,7 @@ def test_the_report_reads_well(gpu: Sim) -> None:
 
 
 def test_finishing_work_runs_in_the_thread_on_its_stream(gpu: Sim) -> None:
-    """Casts come first, then the user's transform, without gradients; what it makes is the user's stream's to keep."""
+    """Casts come before the user's transform, which runs without gradients; the user's stream keeps its results."""
     calls: list[Any] = []
     weight = torch.ones(5, requires_grad=True, device="cuda")
 
@@ -564,7 +564,7 @@ def test_finishing_work_runs_in_the_thread_on_its_stream(gpu: Sim) -> None:
 
 
 def test_a_failing_transform_fails_in_its_place(gpu: Sim) -> None:
-    """Its error is raised where its batch would have come, and batches before and after it come."""
+    """The error of a transform is raised instead of its batch; batches before and after it arrive."""
 
     def transform(batch: Any) -> Any:
         if batch[1] == 3:
@@ -582,7 +582,7 @@ def test_a_failing_transform_fails_in_its_place(gpu: Sim) -> None:
 def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch(
     gpu: Sim, device: Any
 ) -> None:
-    """It is an error like any other, not a silent end."""
+    """A transform's StopIteration is an error like any other, not a silent end."""
 
     def transform(batch: Any) -> Any:
         raise StopIteration
@@ -592,6 +592,6 @@ def test_a_transform_that_raises_stop_iteration_does_not_end_the_epoch(
 
 
 def test_depth_must_be_positive() -> None:
-    """Zero batches ahead are refused."""
+    """depth=0 is an error."""
     with pytest.raises(ValueError, match="depth=0"):
         CudaPrefetcher([], depth=0)

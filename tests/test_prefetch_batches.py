@@ -1,4 +1,4 @@
-"""Batches as trees: structures, shards, and what is cast on the device."""
+"""Structures of batches in a prefetcher: containers, objects, odd tensors, and casts on the device."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Labelled:
 
 
 def moved(batch: Any, **options: Any) -> tuple[Any, Any]:
-    """What arrives of one batch, and the report."""
+    """Return one batch as it arrives, and the report."""
     with CudaPrefetcher([batch], "cuda:0", **options) as batches:
         (arrived,) = batches
         return arrived, batches.report()
 
 
 def test_structures_keep_their_types(gpu: Sim) -> None:
-    """Every container comes back as what it was, and other values untouched."""
+    """Every container keeps its type, and values that are not tensors are unchanged."""
     one = torch.ones(2)
     default = defaultdict(list, {"a": one})
     mapping = UserDict({"u": one, "name": "v"})
@@ -65,7 +65,7 @@ def test_structures_keep_their_types(gpu: Sim) -> None:
 
 
 def test_a_sample_batch_stays_one(gpu: Sim) -> None:
-    """Its samples are views of the images on the device."""
+    """A SampleBatch arrives as one; its samples are views of the images on the device."""
     arrived, _ = moved(SampleBatch(torch.zeros(2, 3), torch.tensor([4, 5]), [4, 5]))
     assert isinstance(arrived, SampleBatch)
     assert arrived.stacked is not None
@@ -95,7 +95,7 @@ def test_a_sample_batch_stays_one(gpu: Sim) -> None:
     ],
 )
 def test_values_and_dense_strides_are_kept(gpu: Sim, tensor: torch.Tensor) -> None:
-    """Every dtype and layout arrives equal; a dense tensor with its own strides."""
+    """Every dtype and layout arrives equal; a dense tensor keeps its strides."""
     arrived, _ = moved(tensor)
     assert (arrived.dtype, arrived.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(arrived.cpu(), tensor)
@@ -103,8 +103,8 @@ def test_values_and_dense_strides_are_kept(gpu: Sim, tensor: torch.Tensor) -> No
         assert arrived.stride() == tensor.stride()
 
 
-def test_a_tensor_that_stands_twice_is_copied_once(gpu: Sim) -> None:
-    """One copy to the device serves both places."""
+def test_a_repeated_tensor_is_copied_once(gpu: Sim) -> None:
+    """A tensor that is twice in a batch is copied once."""
     tensor = torch.ones(3)
     (first, second), report = moved([tensor, tensor])
     assert first is second
@@ -112,21 +112,21 @@ def test_a_tensor_that_stands_twice_is_copied_once(gpu: Sim) -> None:
 
 
 def test_memory_of_odd_tensors_is_kept_for_the_users_stream(gpu: Sim) -> None:
-    """The data of packed sequences, too, is not given to others before the loop's stream is done with it."""
+    """Memory of odd tensors, such as packed sequences, is not reused before the loop's stream has read it."""
     packed = moved(pack_sequence([torch.ones(2)]))[0]
     assert packed.data.tolist() == [1, 1]
     assert packed.data.block.uses == {gpu.current_stream()}
 
 
 def attached(gpu: Sim) -> list[Any]:
-    """A tensor in an attribute of another, in a set of an object's."""
+    """Return objects in which a tensor is an attribute of another one, in a set."""
     image, mask = torch.zeros(2, device="cuda"), torch.zeros(3, device="cuda")
     image.mask = SimpleNamespace(masks={mask})  # type: ignore[attr-defined]
     return [image, image, mask]
 
 
 def cyclic(gpu: Sim) -> list[Any]:
-    """Two objects that hold each other."""
+    """Return two objects that refer to each other."""
     tensor = torch.zeros(2, device="cuda")
     first = SimpleNamespace(tensor=tensor)
     first.second = SimpleNamespace(first=first, function=len, kind=int, module=torch)
@@ -135,7 +135,7 @@ def cyclic(gpu: Sim) -> list[Any]:
 
 @pytest.mark.parametrize("make", [attached, cyclic])
 def test_every_tensor_in_an_object_is_kept_for_the_users_stream(gpu: Sim, make: Any) -> None:
-    """Memory that a transform returns in any object is not reused before the loop's stream is done."""
+    """Memory in any object of a transform is not reused before the loop's stream has read it."""
     parts: list[Any] = []
 
     def transform(batch: Any) -> Any:
@@ -160,7 +160,7 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of", "ignore:Sparse", "ignore:.*prototype")
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
 def test_tensors_of_any_layout_consist_of_strided_ones(make: Callable[[], torch.Tensor]) -> None:
-    """Those are what ``record_stream`` is called on: their memory holds every value."""
+    """``memory_of`` gives strided tensors, as ``record_stream`` needs, with all values of a tensor of any layout."""
     tensor = make()
     parts = memory_of(tensor)
     assert all(part.layout is torch.strided and not part.is_nested for part in parts)
@@ -170,14 +170,14 @@ def test_tensors_of_any_layout_consist_of_strided_ones(make: Callable[[], torch.
 
 
 def test_a_jagged_tensor_consists_of_values_offsets_and_lengths() -> None:
-    """Its lengths are there where its rows leave holes."""
+    """A jagged tensor has lengths too if there are holes between its rows."""
     parts = torch.ones(7, 2), torch.tensor([0, 3, 7]), torch.tensor([2, 4])
     nested = torch.nested.nested_tensor_from_jagged(*parts)
     assert {it.data_ptr() for it in parts} <= {it.data_ptr() for it in memory_of(nested)}
 
 
 class ImageList:
-    """A batch class with a ``to`` that has one parameter, as detectron's boxes have."""
+    """A batch class with a ``to`` of one parameter, such as detectron's boxes."""
 
     def __init__(self, tensor: torch.Tensor, moves: int = 0) -> None:
         self.tensor, self.moves = tensor, moves
@@ -187,7 +187,7 @@ class ImageList:
 
 
 class PinnedList(ImageList):
-    """A batch class that also pins, in place."""
+    """A batch class that pins itself, in place, and cannot be compared."""
 
     def to(self, device: Any, non_blocking: bool = False) -> PinnedList:
         return PinnedList(self.tensor.to(device, non_blocking=non_blocking), self.moves + 1)
@@ -200,7 +200,7 @@ class PinnedList(ImageList):
 
 
 class PinnedDict(dict[str, Any]):
-    """A dict that speaks torch's protocol, so that more may belong to it than its items."""
+    """A dict with torch's methods, which may hold more than its items."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -241,8 +241,8 @@ def test_an_object_that_cannot_be_moved_warns_once(gpu: Sim) -> None:
     assert all(batch[0] is kept for batch in arrived)
 
 
-def test_what_holds_no_tensor_is_not_moved(gpu: Sim) -> None:
-    """``to`` of other classes may mean anything; modules and datasets are not part of a batch."""
+def test_an_object_without_tensors_is_not_moved(gpu: Sim) -> None:
+    """The ``to`` of other classes may mean anything; modules and datasets are not part of a batch."""
 
     class Length:
         def to(self, unit: str) -> Length:
@@ -254,7 +254,7 @@ def test_what_holds_no_tensor_is_not_moved(gpu: Sim) -> None:
 
 
 def test_an_error_of_an_objects_own_to_is_raised_in_its_place(gpu: Sim) -> None:
-    """The error keeps its type, and later batches still arrive."""
+    """An error of ``to`` is raised instead of its batch, with its type, and later batches arrive."""
 
     class Broken(ImageList):
         def to(self, device: Any) -> ImageList:
@@ -267,7 +267,7 @@ def test_an_error_of_an_objects_own_to_is_raised_in_its_place(gpu: Sim) -> None:
 
 
 def test_odd_tensors_go_by_their_own_to(gpu: Sim, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sparse, gradient-requiring and packed tensors are moved by ``to``, not by a copy of bytes."""
+    """Sparse, gradient-requiring and packed tensors are moved by their own ``to``."""
     calls: list[Any] = []
 
     def to(self: Any, device: Any) -> Any:
@@ -286,7 +286,7 @@ def test_odd_tensors_go_by_their_own_to(gpu: Sim, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_tensor_on_another_device_passes_through(gpu: Sim) -> None:
-    """The user gets this very tensor; it is not moved."""
+    """A tensor on another device is returned itself."""
     elsewhere = torch.empty(2, 3, device="meta")
     (arrived,), _ = moved([elsewhere])
     assert arrived is elsewhere
@@ -294,7 +294,7 @@ def test_a_tensor_on_another_device_passes_through(gpu: Sim) -> None:
 
 
 def test_images_and_floats_are_cast_and_labels_are_not() -> None:
-    """``dtype=`` casts floating-point tensors and uint8 images; ``channels_last`` is for four dimensions."""
+    """``dtype=`` casts floats and uint8 images; ``channels_last`` changes tensors of four dimensions."""
     images = torch.zeros(2, 3, 4, 5, dtype=torch.uint8)
     batch = [
         images,
@@ -314,7 +314,7 @@ def test_images_and_floats_are_cast_and_labels_are_not() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_device_batches_stay_what_they_are() -> None:
-    """The user gets the loader's own objects, and nothing is pinned."""
+    """Without a device the user gets the loader's own objects, and nothing is pinned."""
     batches = [torch.zeros(2), (torch.ones(2), "a")]
     prefetcher = CudaPrefetcher(batches)
     assert all(got is given for got, given in zip(prefetcher, batches, strict=True))
@@ -324,7 +324,7 @@ def test_without_a_device_batches_stay_what_they_are() -> None:
 
 
 def test_a_transform_works_without_a_device() -> None:
-    """It is called on each batch in order, without gradients as on a device, and fails in the batch's place."""
+    """Without a device a transform runs on each batch in order, without gradients, and fails in the batch's place."""
 
     def transform(batch: torch.Tensor) -> torch.Tensor:
         assert not torch.is_grad_enabled()
@@ -343,19 +343,19 @@ def test_a_transform_works_without_a_device() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_device_that_is_not_there_is_an_error() -> None:
-    """The error says which devices torch sees, and gives the cure."""
+    """The error has the devices that torch sees, and the cure."""
     with pytest.raises(DeviceError, match=r"torch sees no CUDA device.*this is torch.*device=None"):
         CudaPrefetcher([], device="cuda")
 
 
-def test_what_is_no_cuda_device_is_refused() -> None:
-    """Other kinds of devices have no prefetcher; the error says what to do."""
+def test_other_devices_are_refused() -> None:
+    """Another kind of device is an error with the cure."""
     with pytest.raises(DeviceError, match=r"device='xpu' is neither the CPU nor a CUDA device"):
         CudaPrefetcher([], device="xpu")
 
 
 def test_a_rank_that_has_not_chosen_its_device_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that has not chosen its device gets a warning that it uses that of rank 0; one that has does not."""
+    """A rank that uses the device of rank 0 gets a warning, unless it has chosen it."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     with Sim(devices=2).installed():
         with pytest.warns(
@@ -382,7 +382,7 @@ def test_a_device_number_too_high_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_mapping_that_cannot_be_written_to_comes_as_a_dict(gpu: Sim) -> None:
-    """Its values arrive, and the user's own keeps them."""
+    """A read-only mapping arrives as a dict with its values, and the user's own object does not change."""
     own = MappingProxyType({"image": torch.arange(3), "name": "a"})
     [batch] = CudaPrefetcher([own])
     assert (type(batch), batch["name"]) == (dict, "a")

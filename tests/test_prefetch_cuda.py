@@ -1,4 +1,4 @@
-"""Prefetching to a real GPU. A slow kernel is ``torch.cuda._sleep``, which spins for a number of clock cycles."""
+"""The prefetcher on a real GPU. A slow kernel is ``torch.cuda._sleep``, which spins for some clock cycles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dataset() -> Iterator[CachedDataset]:
 
 
 def loaders(dataset: CachedDataset) -> dict[str, Any]:
-    """Every road of a batch: gathered by threads, in slots of workers, fresh, pinned by the loader."""
+    """Return loaders for every way of a batch: from threads, from slots of workers, new, and pinned by the loader."""
     fresh = [
         (torch.full((32, 3, 64, 48), i, dtype=torch.uint8), torch.arange(32)) for i in range(6)
     ]
@@ -56,7 +56,7 @@ ROADS = ("threads", "training loop", "processes", "pinned", "fresh")
 
 @pytest.mark.parametrize("road", ROADS)
 def test_batches_arrive_whole(dataset: CachedDataset, road: str) -> None:
-    """Every batch lies on the GPU and is equal to the loader's, twice."""
+    """Every batch is on the GPU and equal to the loader's, in two epochs."""
     loader = loaders(dataset)[road]
     expected = [(images.clone(), labels.clone()) for images, labels in loader]
     with CudaPrefetcher(loader) as batches:
@@ -77,7 +77,7 @@ def test_batches_arrive_whole(dataset: CachedDataset, road: str) -> None:
 
 @pytest.mark.parametrize("road", ROADS)
 def test_a_slow_kernel_never_sees_later_memory(dataset: CachedDataset, road: str) -> None:
-    """A kernel reads a dropped batch late, and never sees the pattern that all freed memory is overwritten with."""
+    """A kernel that reads a dropped batch late never reads the pattern that is written to all freed memory."""
     loader = loaders(dataset)[road]
     right = [int(images.long().sum()) for images, _ in loader]
 
@@ -100,7 +100,7 @@ def test_a_slow_kernel_never_sees_later_memory(dataset: CachedDataset, road: str
 
 
 def test_fifty_epochs_reserve_no_more_memory(dataset: CachedDataset) -> None:
-    """Device memory does not grow (a batch kept in each epoch would be 29 MiB), nor pinned memory beyond its rings."""
+    """Neither device memory nor pinned memory grows (a batch kept in each epoch would be 29 MiB)."""
     batch_bytes = 32 * 3 * 64 * 48
     with CudaPrefetcher(
         DataLoader(dataset, batch_size=32, num_workers=2), dtype=torch.float16
@@ -118,7 +118,7 @@ def test_fifty_epochs_reserve_no_more_memory(dataset: CachedDataset) -> None:
 
 
 def test_a_loop_that_runs_ahead_of_the_gpu_holds_few_batches() -> None:
-    """Device memory in use stays that of depth + 3 batches, although the loop waits for nothing."""
+    """Device memory in use is that of depth + 3 batches, although the loop never waits."""
     batch_bytes = 16 * MIB
     batch = torch.zeros(batch_bytes, dtype=torch.uint8)
     torch.cuda.synchronize()
@@ -135,7 +135,7 @@ def test_a_loop_that_runs_ahead_of_the_gpu_holds_few_batches() -> None:
 
 
 def test_copies_overlap_with_kernels() -> None:
-    """A loop of slow kernels takes about as long with batches to copy as without: copies run beside the kernels."""
+    """A loop of slow kernels takes about as long with copies of batches as without."""
     batch = torch.zeros(64 * MIB, dtype=torch.uint8)
     steps = 20
 
@@ -174,7 +174,7 @@ def test_the_side_stream_is_made_once(dataset: CachedDataset) -> None:
 
 
 def test_casts_happen_on_the_gpu() -> None:
-    """Images come as float16 in channels-last order, labels as they were."""
+    """Images arrive as float16 in channels last, labels unchanged."""
     batch = [torch.full((2, 3, 8, 6), 7, dtype=torch.uint8), torch.tensor([1, 2])]
     ((images, labels),) = CudaPrefetcher([batch], dtype=torch.float16, channels_last=True)
     assert images.dtype is torch.float16
@@ -185,7 +185,7 @@ def test_casts_happen_on_the_gpu() -> None:
 
 
 def test_odd_tensors_and_device_tensors_arrive() -> None:
-    """Sparse ones are moved, those on the GPU pass through."""
+    """Sparse tensors are moved; tensors on the GPU are returned themselves."""
     on_gpu = torch.ones(3, device="cuda")
     ((sparse, passed, empty),) = CudaPrefetcher(
         [[torch.eye(3).to_sparse(), on_gpu, torch.zeros(0, 3)]]
@@ -198,7 +198,7 @@ def test_odd_tensors_and_device_tensors_arrive() -> None:
 
 
 def test_a_break_leaves_no_thread_and_no_memory(dataset: CachedDataset) -> None:
-    """After a break the thread is gone, and device memory is that of before."""
+    """After a break the thread has ended, and device memory is as before."""
     gc.collect()
     before = torch.cuda.memory_allocated()
     for _ in range(5):
@@ -212,7 +212,7 @@ def test_a_break_leaves_no_thread_and_no_memory(dataset: CachedDataset) -> None:
 
 
 def test_auto_pinning_pins_batches_worth_it(dataset: CachedDataset) -> None:
-    """The loader's own batches are pinned; a prefetcher of it pins in its own way, with no second copy."""
+    """The loader's own batches are pinned; with a prefetcher they are not copied a second time."""
     loader = DataLoader(dataset, batch_size=32, num_workers=1, pin_memory="auto")
     assert loader.pin_memory is True
     assert all(images.is_pinned() for images, _ in loader)
@@ -222,7 +222,7 @@ def test_auto_pinning_pins_batches_worth_it(dataset: CachedDataset) -> None:
 
 
 def test_a_missing_device_is_an_error() -> None:
-    """A number too high says how many devices there are."""
+    """The error for a number that is too high has the number of devices."""
     with pytest.raises(DeviceError, match=f"torch sees {torch.cuda.device_count()} CUDA device"):
         CudaPrefetcher([], device=f"cuda:{torch.cuda.device_count()}")
 
@@ -247,7 +247,7 @@ def test_next_inside_a_capture_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["global", "thread_local"])
 def test_a_graph_is_captured_beside_loader_threads(dataset: CachedDataset, mode: str) -> None:
-    """Threads of the loader pin slots of its ring meanwhile."""
+    """A graph can be captured while threads of the loader pin slots of its ring."""
     moving = torch.ones(MIB, device="cuda")
     loader = DataLoader(dataset, batch_size=4, num_workers=4)
     expected = [int(images.long().sum()) for images, _ in loader]
@@ -265,7 +265,7 @@ def test_a_graph_is_captured_beside_loader_threads(dataset: CachedDataset, mode:
 
 @pytest.mark.parametrize("mode", ["global", "thread_local"])
 def test_a_graph_is_captured_beside_the_prefetcher(mode: str) -> None:
-    """Captures in the middle of an epoch succeed, and batches stay right, whatever the thread asks CUDA for."""
+    """Captures during an epoch succeed and batches are right, whatever the thread calls in CUDA."""
     moving = torch.ones(MIB, device="cuda")
     seen = []
     with CudaPrefetcher(
@@ -284,7 +284,7 @@ def test_a_graph_is_captured_beside_the_prefetcher(mode: str) -> None:
 
 
 def test_a_compiled_net_with_graphs_gets_right_batches() -> None:
-    """``torch.compile(mode="reduce-overhead")`` captures and replays graphs in the loop."""
+    """Batches are right if ``torch.compile(mode='reduce-overhead')`` captures and replays graphs in the loop."""
     pytest.importorskip("triton")
     done = run_alone(  # the compiler keeps threads and processes
         """
@@ -304,7 +304,7 @@ print(number)
 
 
 def test_a_loop_bound_by_launches_is_hardly_slowed() -> None:
-    """Hundreds of tiny kernels a step: the thread's share of the GIL costs the loop less than half as much again."""
+    """With hundreds of tiny kernels in a step, the copy thread makes the loop less than 1.5 times as slow."""
     batch, small = torch.zeros(MIB, dtype=torch.uint8), torch.ones(8, device="cuda")
 
     def run(batches: Any) -> float:
@@ -323,7 +323,7 @@ def test_a_loop_bound_by_launches_is_hardly_slowed() -> None:
 
 
 def test_copies_that_the_loop_queues_cost_it_little(dataset: CachedDataset) -> None:
-    """Hundreds of tiny kernels a step, and threads that gather: there is no thread of the prefetcher's."""
+    """With hundreds of tiny kernels in a step, and loader threads, copies in ``next()`` take little time."""
     small = torch.ones(8, device="cuda")
 
     def run(batches: Any) -> float:
@@ -345,7 +345,7 @@ def test_copies_that_the_loop_queues_cost_it_little(dataset: CachedDataset) -> N
 
 
 def test_a_loop_that_runs_ahead_without_a_thread_holds_few_batches(dataset: CachedDataset) -> None:
-    """``next()`` bounds what is on the device, and what a slow kernel reads late is right."""
+    """``next()`` limits the batches on the device, and a slow kernel reads the right values late."""
     loader = DataLoader(dataset, batch_size=32, num_workers=2)
     right = [int(images.long().sum()) for images, _ in loader]
     batch_bytes = 32 * 3 * 64 * 48
@@ -366,7 +366,7 @@ def test_a_loop_that_runs_ahead_without_a_thread_holds_few_batches(dataset: Cach
 
 
 def test_a_transform_has_neither_gradients_nor_the_loops_autocast() -> None:
-    """Only modes that the transform enters itself apply to it."""
+    """Only modes that the transform itself enters apply to it."""
     weight = torch.ones(4, 4, device="cuda", requires_grad=True)
     seen: list[Any] = []
 
@@ -387,7 +387,7 @@ def test_a_transform_has_neither_gradients_nor_the_loops_autocast() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_that_torch_has_pinned_are_copied_in_place(num_workers: int) -> None:
-    """The loader is torch's own with pin_memory=True, whose pinned memory its allocator may give to the next batch."""
+    """Batches of torch's loader with pin_memory=True are right, although its allocator may reuse the memory."""
     loader = TorchLoader(
         Levels(96, (3, 64, 48)), batch_size=32, num_workers=num_workers, pin_memory=True
     )
@@ -466,7 +466,7 @@ STEPS = {
 
 
 def noisy(storage: Any, steps: Any) -> CachedDataset:
-    """Ninety-six random images of 3 x 64 x 48."""
+    """Return ninety-six random images of 3 x 64 x 48."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (96, 3, 64, 48), dtype=torch.uint8, generator=generator)
     samples = [(image, number) for number, image in enumerate(images)]
@@ -474,7 +474,7 @@ def noisy(storage: Any, steps: Any) -> CachedDataset:
 
 
 def seeded(dataset: CachedDataset, **options: Any) -> DataLoader:
-    """The same batches each time; the last one is smaller."""
+    """Return a loader with the same batches each time; the last one is smaller."""
     loader = DataLoader(
         dataset, 28, shuffle=True, generator=torch.Generator().manual_seed(5), **options
     )
@@ -485,7 +485,7 @@ def seeded(dataset: CachedDataset, **options: Any) -> DataLoader:
 @pytest.mark.parametrize("storage", ["shared", "device"])
 @pytest.mark.parametrize("name", STEPS)
 def test_batch_ops_on_the_gpu_give_the_batches_of_the_cpu(name: str, storage: Any) -> None:
-    """Equal bytes and floats within 1e-5, with threads and without, epoch after epoch."""
+    """Bytes are equal and floats within 1e-5, with and without threads, in each epoch."""
     is_cut_there = storage == "device" and name != "resized"
     with noisy(storage, STEPS[name]) as dataset:
         expected = list(seeded(dataset))
@@ -509,7 +509,7 @@ def test_batch_ops_on_the_gpu_give_the_batches_of_the_cpu(name: str, storage: An
 
 @pytest.mark.parametrize("storage", ["shared", "device"])
 def test_a_slow_kernel_sees_what_batch_ops_made(storage: Any) -> None:
-    """Memory that the ops used on the way, and batches that were dropped, are not written to while they are read."""
+    """Temporary memory of batch ops, and dropped batches, are not written to while they are read."""
     with noisy(storage, CROP) as dataset:
         right = [int(images.long().sum()) for images, _ in seeded(dataset)]
         sums = []
@@ -529,7 +529,7 @@ def test_a_slow_kernel_sees_what_batch_ops_made(storage: Any) -> None:
 
 
 def test_a_store_on_the_gpu_is_copied_once_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is copied in many chunks, stays while the prefetcher exists, and is freed by ``close``."""
+    """The store is copied in many chunks, stays while the prefetcher exists, and is freed by ``close``."""
     monkeypatch.setattr(resident, "CHUNK_BYTES", 10 * 3 * 64 * 48)
     store_bytes = 96 * 3 * 64 * 48
     with noisy("device", CROP) as dataset:
@@ -553,7 +553,7 @@ def test_a_store_on_the_gpu_is_copied_once_and_given_back(monkeypatch: pytest.Mo
 
 
 def test_a_store_too_large_for_the_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is allocated, and the error says what is free."""
+    """Nothing is allocated, and the error gives the free memory."""
     monkeypatch.setattr("fastdata.machine.budget.DEVICE_SHARE", 1e-9)
     message = r"storage='device' needs 864\.0 KiB on cuda:\d, but takes at most"
     with (

@@ -1,4 +1,4 @@
-"""Prefetching from real loaders: straight from their rings, their face, their state."""
+"""CudaPrefetcher over fastdata's and torch's loaders: their rings, attributes and states."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def dataset() -> Iterator[CachedDataset]:
-    """Image i is 3 x 4 x 5 of value i."""
+    """Return a dataset whose image i is 3 x 4 x 5 of value i."""
     samples = level_samples(23, (3, 4, 5))
     with CachedDataset(samples) as cached:
         yield cached
 
 
 class Numbers(Dataset[Any]):
-    """Sample i is a 2 x 3 tensor full of i, and i; the one at ``kill_at`` kills its worker, once it may."""
+    """Sample i is a 2 x 3 tensor full of i, and i; reading ``kill_at`` kills the worker once the test allows it."""
 
     def __init__(self, length: int = 40, kill_at: int = -1) -> None:
         self.length, self.kill_at = length, kill_at
@@ -60,7 +60,7 @@ def on_device(loader: Any, **options: Any) -> CudaPrefetcher:
 
 
 def values(batches: Any) -> list[list[float]]:
-    """The number in each image, and that labels say the same."""
+    """Return the number in each image, after checking that it equals the label."""
     found = []
     for images, labels in batches:
         assert images.flatten(1).unique(dim=1).flatten().tolist() == labels.tolist()
@@ -77,7 +77,7 @@ def in_batches(count: int, size: int) -> list[list[int]]:
 def test_gathered_images_are_written_once(
     dataset: CachedDataset, gpu: Sim, num_workers: int
 ) -> None:
-    """Threads gather into pinned memory and the device reads it there: only the labels are copied on the host."""
+    """Threads write images into pinned memory, where the device reads them; only labels are copied on the host."""
     batches = on_device(DataLoader(dataset, batch_size=4, num_workers=num_workers))
     for _ in range(3):
         assert values(batches) == in_batches(23, 4)
@@ -88,7 +88,7 @@ def test_gathered_images_are_written_once(
 
 
 def test_the_ring_is_pinned_before_the_first_batch(dataset: CachedDataset, gpu: Sim) -> None:
-    """All slots are pinned at once, so that pinning delays no later step; later epochs pin nothing."""
+    """All slots are pinned at the same time, so that pinning delays no later step; later epochs pin nothing."""
     batches = on_device(DataLoader(dataset, batch_size=4, num_workers=2))
     iterator = iter(batches)
     next(iterator)
@@ -118,13 +118,13 @@ def test_pinned_sizes_follow_the_allocators_settings(
 def test_gathered_batches_that_are_held_are_never_overwritten(
     dataset: CachedDataset, gpu: Sim
 ) -> None:
-    """All batches are right when their copies happen as late as they can."""
+    """All batches are right, also if their copies run as late as they can."""
     batches = list(on_device(DataLoader(dataset, batch_size=4, num_workers=2)))
     assert [images.unique().tolist() for images, _ in batches] == in_batches(23, 4)
 
 
 def test_plain_iteration_gets_no_pinned_memory(dataset: CachedDataset, gpu: Sim) -> None:
-    """Batches of the bare loader are never in the prefetcher's pinned memory."""
+    """Batches of the loader itself are never in the prefetcher's pinned memory."""
     loader = DataLoader(dataset, batch_size=4, num_workers=1)
     batches = on_device(loader)
     next(iter(batches))
@@ -156,7 +156,7 @@ def test_a_finished_batch_does_not_wait_for_the_next(
 def test_large_host_copies_are_made_by_a_thread(
     dataset: CachedDataset, gpu: Sim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the ring is not pinned, the loop has a thread copy large batches; all are right."""
+    """If the ring is not pinned, a thread copies large batches on the host, and all are right."""
     monkeypatch.setattr(loop_copies, "_LARGE_BYTES", 64)
     gpu.refuses_to_pin = True
     batches = on_device(DataLoader(dataset, batch_size=4, num_workers=2))
@@ -169,7 +169,7 @@ def test_large_host_copies_are_made_by_a_thread(
 
 @pytest.mark.parametrize("torchs", [False, True])
 def test_batches_of_worker_processes_are_staged(gpu: Sim, torchs: bool) -> None:
-    """Slots of workers stay ordinary memory, from which whoever reads the loader next cannot copy too late."""
+    """Slots of workers are ordinary memory; their batches are copied to pinned memory first."""
     loader: Any = DataLoader(Numbers(), batch_size=4, num_workers=2)
     if torchs:
         loader = TorchLoader(Numbers(), batch_size=4, num_workers=2, collate_fn=RingCollate())
@@ -181,14 +181,14 @@ def test_batches_of_worker_processes_are_staged(gpu: Sim, torchs: bool) -> None:
 
 
 def test_slots_that_are_in_flight_are_not_filled_again(gpu: Sim) -> None:
-    """All batches are right when their copies happen as late as they can."""
+    """All batches are right, also if their copies run as late as they can."""
     batches = list(on_device(DataLoader(Numbers(), batch_size=4, num_workers=2)))
     assert [labels.tolist() for _, labels in batches] == in_batches(40, 4)
     assert [images.flatten(1)[:, 0].tolist() for images, _ in batches] == in_batches(40, 4)
 
 
 def test_persistent_workers_serve_epoch_after_epoch(gpu: Sim) -> None:
-    """Also after a break, and while an old iterator lives, which ends."""
+    """Persistent workers give complete epochs, also after a break, and a new epoch ends an old iterator."""
     loader = DataLoader(Numbers(12), batch_size=4, num_workers=1, persistent_workers=True)
     batches = on_device(loader)
     old = iter(batches)
@@ -202,7 +202,7 @@ def test_persistent_workers_serve_epoch_after_epoch(gpu: Sim) -> None:
 
 
 def test_a_killed_worker_is_an_error(gpu: Sim) -> None:
-    """The loop hears of it instead of waiting, and nothing is left behind."""
+    """A killed worker is an error in the loop, which does not hang, and nothing is left behind."""
     numbers = Numbers(kill_at=13)
     batches = iter(on_device(DataLoader(numbers, batch_size=4, num_workers=1)))
     for _ in range(3):
@@ -239,7 +239,7 @@ def test_a_ring_that_may_not_be_pinned_whole_is_copied(
 
 
 def test_the_loaders_attributes_are_the_prefetchers(dataset: CachedDataset) -> None:
-    """A prefetcher has the attributes of its loader that training scripts read, and no others."""
+    """A prefetcher has the loader's attributes that training scripts read, and no others."""
     loader = DataLoader(dataset, batch_size=4, num_workers=1, drop_last=True)
     batches = CudaPrefetcher(loader, device="cpu")
     assert len(batches) == len(loader) == 5
@@ -279,7 +279,7 @@ def test_set_epoch_is_the_loaders(dataset: CachedDataset) -> None:
 def test_the_state_counts_what_the_user_got(
     dataset: CachedDataset, gpu: Sim, num_workers: int, workers: Any
 ) -> None:
-    """After each batch the state resumes with the very next one, although more were read ahead."""
+    """After each batch, the state resumes with the next one, although more were read ahead."""
 
     def make() -> DataLoader:
         torch.manual_seed(3)
@@ -310,7 +310,7 @@ def test_the_state_counts_what_the_user_got(
 def test_batches_of_an_older_epoch_do_not_change_the_state(
     dataset: CachedDataset, gpu: Sim
 ) -> None:
-    """Batches that an older iterator still gives do not move the state of the new epoch."""
+    """An older iterator that still gives batches does not change the state of the new epoch."""
     batches = on_device(DataLoader(dataset, batch_size=4))
     older = iter(batches)
     next(older)
@@ -323,8 +323,8 @@ def test_batches_of_an_older_epoch_do_not_change_the_state(
     assert batches.state_dict()["num_yielded"] == 2
 
 
-def test_a_state_holds_until_a_batch_is_handed_over(dataset: CachedDataset, gpu: Sim) -> None:
-    """A resumed epoch that was begun but gave no batch is resumed again."""
+def test_a_state_is_kept_until_a_batch_is_returned(dataset: CachedDataset, gpu: Sim) -> None:
+    """A resumed epoch that gave no batch can be resumed again."""
     loader = DataLoader(dataset, batch_size=4, num_workers=1)
     batches = on_device(loader)
     for _ in batches:
@@ -337,7 +337,7 @@ def test_a_state_holds_until_a_batch_is_handed_over(dataset: CachedDataset, gpu:
 
 
 class Counting:
-    """A loader of another library that knows how far it was read."""
+    """A loader of another library, with a state that counts its batches."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -355,7 +355,7 @@ class Counting:
 
 
 def test_the_state_of_another_loader_is_that_of_the_users_batch(gpu: Sim) -> None:
-    """The state is saved with each batch that is read, and is current when the user gets that batch."""
+    """The state is saved with each batch that is read, and returned when the user has that batch."""
     batches = on_device(Counting(), depth=3)
     epoch = iter(batches)
     for number in (1, 2, 3):
@@ -373,7 +373,7 @@ def test_the_state_of_another_loader_is_that_of_the_users_batch(gpu: Sim) -> Non
 def test_global_draws_of_an_epoch_are_those_of_the_bare_loader(
     dataset: CachedDataset, gpu: Sim, num_workers: int, workers: Any
 ) -> None:
-    """With the same seed the order is the loader's, and so are the user's draws after each epoch."""
+    """For one seed, the order and the user's draws after each epoch are those of the loader alone."""
     told = []
     for is_prefetched in (False, True):
         torch.manual_seed(11)
@@ -405,7 +405,7 @@ def test_auto_pinning_without_a_device_is_off_without_a_warning(dataset: CachedD
 def test_auto_pinning_with_a_device_goes_by_the_batch(
     dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches of known size are pinned; others are not."""
+    """pin_memory='auto' pins batches of known size only."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert DataLoader(dataset, batch_size=4, pin_memory="auto").pin_memory is True
     unknown = DataLoader(Numbers(), batch_size=4, pin_memory="auto")
@@ -414,13 +414,13 @@ def test_auto_pinning_with_a_device_goes_by_the_batch(
 
 
 def test_a_wrong_pin_memory_is_refused(dataset: CachedDataset) -> None:
-    """Only True, False and 'auto' are known."""
+    """Any pin_memory other than True, False and 'auto' is an error."""
     with pytest.raises(ValueError, match="pin_memory='yes'"):
         DataLoader(dataset, pin_memory="yes")  # type: ignore[arg-type]
 
 
 def test_a_prefetcher_is_copied_as_itself(dataset: CachedDataset) -> None:
-    """Special methods of the loader are not taken for the prefetcher's own."""
+    """A copy of a prefetcher does not use special methods of the loader."""
     batches = CudaPrefetcher(DataLoader(dataset, batch_size=4), device="cpu")
     with pytest.raises(AttributeError, match="__fspath__"):
         batches.__fspath__  # noqa: B018

@@ -1,4 +1,4 @@
-"""Batch ops on the prefetcher's device, and stores that lie there: the batches of the CPU, fewer bytes on the bus."""
+"""Batch ops and stores on the prefetcher's device: the same batches as on the CPU, and fewer bytes sent."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ RUNS_ON_THE_CPU = r"(RandomResizedCrop|RandomApply|Pad|RandomHorizontalFlip)\(.*
 
 
 def cached(steps: Sequence[Any], **options: Any) -> CachedDataset:
-    """Image i is random and i's own; its target is i."""
+    """Return a dataset whose image i is random and differs from all others; its target is i."""
     generator = torch.Generator().manual_seed(1)
     samples = [
         (torch.randint(0, 256, SHAPE, dtype=torch.uint8, generator=generator), i)
@@ -87,7 +87,7 @@ def dataset() -> Iterator[CachedDataset]:
 
 
 def loader_of(dataset: Any, epoch: int = 3, **options: Any) -> DataLoader:
-    """The same batches each time."""
+    """Return a loader that gives the same batches each time."""
     loader = DataLoader(
         dataset, **{"batch_size": 4, "generator": torch.Generator().manual_seed(5)} | options
     )
@@ -100,7 +100,7 @@ def on_device(loader: Any, **options: Any) -> CudaPrefetcher:
 
 
 def taken(batches: Any) -> list[Any]:
-    """All batches as they are seen from the host, dicts in the order of their keys."""
+    """Return all batches on the host, dicts in the order of their keys."""
     found = []
     for batch in batches:
         is_dict = isinstance(batch, dict)
@@ -111,7 +111,7 @@ def taken(batches: Any) -> list[Any]:
 
 
 def assert_same(found: Sequence[Any], expected: Sequence[Any]) -> None:
-    """As many batches, with the same shapes, dtypes, labels and pixels: floats within 1e-5, others to the bit."""
+    """Check that batches are equally many, with equal shapes, dtypes, labels and pixels (floats within 1e-5)."""
     assert len(found) == len(expected)
     for (images, labels), (right, numbers) in zip(found, expected, strict=True):
         assert labels.tolist() == numbers.tolist()
@@ -125,7 +125,7 @@ def assert_same(found: Sequence[Any], expected: Sequence[Any]) -> None:
 
 
 def mirrors(gpu: Sim) -> list[Any]:
-    """Copies of the store that are there."""
+    """Return the copies of the store that are on the device."""
     made = [tensor() for tensor in gpu.made]
     return [tensor for tensor in made if tensor is not None and tensor.shape == (LENGTH, *SHAPE)]
 
@@ -157,10 +157,10 @@ def test_batches_are_those_of_the_cpu(
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("steps", ON_THE_CPU.values(), ids=ON_THE_CPU.keys())
 @pytest.mark.parametrize("storage", ["shared", "device"])
-def test_what_a_device_does_not_do_is_done_before_the_transfer(
+def test_unsupported_steps_run_before_the_transfer(
     gpu: Sim, steps: Sequence[Any], num_workers: int, storage: Any
 ) -> None:
-    """Only uint8 batches are sent; the store is not copied, and one warning says so."""
+    """If the device cannot do a step, only uint8 batches are sent, the store is not copied, and one warning says so."""
     with cached(steps, storage=storage) as dataset:
         expected = list(loader_of(dataset))
         served_bytes = expected[0][0][0].numel()
@@ -186,7 +186,7 @@ def test_what_a_device_does_not_do_is_done_before_the_transfer(
 
 @pytest.mark.parametrize("codec", ["lz4", "jpeg"])
 def test_encoded_samples_are_decoded_into_the_batch_that_is_sent(gpu: Sim, codec: str) -> None:
-    """Ops end on the device behind a compressed store too."""
+    """Samples of a compressed store are decoded on the host and converted on the device."""
     with cached([*CROP, *FLOATS], storage="compressed", codec=codec) as dataset:
         expected = list(loader_of(dataset))
         batches = on_device(loader_of(dataset, num_workers=1))
@@ -196,7 +196,7 @@ def test_encoded_samples_are_decoded_into_the_batch_that_is_sent(gpu: Sim, codec
 
 @pytest.mark.parametrize("storage", ["shared", "device"])
 def test_a_subset_gets_its_own_samples(gpu: Sim, storage: Any) -> None:
-    """Indices of the loader are those of the subset, positions those of the store; repeats are drawn anew."""
+    """A Subset gives its own samples from the store, and new draws for repeated ones."""
     with cached(CROP, storage=storage) as dataset:
         subset = Subset(dataset, [22, 3, 3, 17, 8])
         expected = list(loader_of(subset))
@@ -205,7 +205,7 @@ def test_a_subset_gets_its_own_samples(gpu: Sim, storage: Any) -> None:
 
 @pytest.mark.parametrize("storage", ["shared", "device"])
 def test_batches_of_dicts_are_dicts(gpu: Sim, storage: Any) -> None:
-    """Items that are dicts come from the device in batches of their keys."""
+    """Items that are dicts arrive as one dict of batches."""
     samples = [{"label": i, "image": torch.full(SHAPE, i, dtype=torch.uint8)} for i in range(8)]
     transform = v1.Compose([*CROP, v1.ConvertImageDtype(torch.float32)])
     with CachedDataset(samples, transform=transform, seed=0, storage=storage) as dataset:
@@ -218,7 +218,7 @@ def test_batches_of_dicts_are_dicts(gpu: Sim, storage: Any) -> None:
 
 
 def test_joined_datasets_are_finished_on_the_cpu(dataset: CachedDataset, gpu: Sim) -> None:
-    """Stores of several datasets are read on the host; the report says so, and who asks for the device is told."""
+    """Stores of several datasets are read on the host: the report says so, and batch_ops='device' is an error."""
     with dataset.with_transform(dataset.transform) as other:
         joined = ConcatDataset([dataset, other])
         expected = list(loader_of(joined))
@@ -236,7 +236,7 @@ def test_joined_datasets_are_finished_on_the_cpu(dataset: CachedDataset, gpu: Si
 
 
 def test_batches_held_to_the_end_are_right(dataset: CachedDataset, gpu: Sim) -> None:
-    """No buffer is filled again while its copy is under way."""
+    """No buffer is filled again before its copy is done."""
     expected = list(loader_of(dataset))
     held = list(on_device(loader_of(dataset, num_workers=2), depth=3))
     assert_same(taken(held), expected)
@@ -244,7 +244,7 @@ def test_batches_held_to_the_end_are_right(dataset: CachedDataset, gpu: Sim) -> 
 
 @pytest.mark.parametrize("storage", ["shared", "device"])
 def test_a_resumed_epoch_goes_on_with_the_same_draws(gpu: Sim, storage: Any) -> None:
-    """The state after two batches gives the others, whether they are made on the device or on the CPU."""
+    """A state after two batches gives the remaining ones, on the device and on the CPU."""
     with cached(STEPS["crop and flip, normalised"], storage=storage) as dataset:
         expected = list(loader_of(dataset, shuffle=True))
         batches = on_device(loader_of(dataset, shuffle=True, num_workers=2))
@@ -262,7 +262,7 @@ def test_a_resumed_epoch_goes_on_with_the_same_draws(gpu: Sim, storage: Any) -> 
 
 
 def test_casts_and_layout_are_those_of_the_cpus_batches(gpu: Sim) -> None:
-    """dtype= and channels_last= give floats and uint8 images alike, and the user's transform gets a pair."""
+    """dtype= and channels_last= have the same effect on floats and uint8 images, and transform= gets a pair."""
     seen: list[Any] = []
 
     def note(batch: Any) -> Any:
@@ -281,7 +281,7 @@ def test_casts_and_layout_are_those_of_the_cpus_batches(gpu: Sim) -> None:
 
 
 def test_a_new_transform_counts_from_the_next_epoch(gpu: Sim) -> None:
-    """From the next epoch on, batches equal those of the CPU with the new transform."""
+    """Batches of the next epoch equal those of the CPU with the new transform."""
     with cached(CROP) as dataset:
         batches = on_device(loader_of(dataset))
         assert_same(taken(batches), list(loader_of(dataset)))
@@ -293,7 +293,7 @@ def test_a_new_transform_counts_from_the_next_epoch(gpu: Sim) -> None:
 
 
 def test_uint8_crosses_the_bus(dataset: CachedDataset, gpu: Sim) -> None:
-    """The bytes that are served, and labels, and not the float32 that the CPU would send."""
+    """uint8 images and labels are sent, not the float32 that the CPU would make."""
     batches = on_device(loader_of(dataset, num_workers=1))
     for _ in range(2):
         gpu.sent.clear()
@@ -305,7 +305,7 @@ def test_uint8_crosses_the_bus(dataset: CachedDataset, gpu: Sim) -> None:
 
 
 def test_batches_are_sent_from_where_they_were_made(dataset: CachedDataset, gpu: Sim) -> None:
-    """Threads cut into pinned memory; labels are copied to some."""
+    """Threads write batches to pinned memory, from which they are sent; only labels are copied first."""
     batches = on_device(loader_of(dataset, num_workers=2))
     list(batches)
     report = batches.report()
@@ -350,7 +350,7 @@ def test_the_report_says_why_ops_run_on_the_cpu(
 
 
 def test_the_loader_of_torch_keeps_its_batches(dataset: CachedDataset, gpu: Sim) -> None:
-    """Its batches are made on the CPU, which is said; a list of tensors has no batch ops to speak of."""
+    """Batches of torch's loader are made on the CPU, as the report says; for plain tensors it says nothing."""
     batches = on_device(TorchLoader(dataset, batch_size=4))
     assert len(list(batches)) == 6
     assert batches.report().batch_ops.startswith(
@@ -365,7 +365,7 @@ def test_the_loader_of_torch_keeps_its_batches(dataset: CachedDataset, gpu: Sim)
 def test_a_loader_that_is_iterated_in_a_way_of_its_own_keeps_its_batches(
     dataset: CachedDataset, gpu: Sim
 ) -> None:
-    """A subclass with an ``__iter__`` is read by it, and the report does not say that the device makes its batches."""
+    """A subclass with its own ``__iter__`` is iterated by it, and the report says that batch ops run on the CPU."""
 
     class Renamed(DataLoader):
         def __iter__(self) -> Iterator[Any]:
@@ -389,7 +389,7 @@ def test_samples_without_batch_ops_are_sent_unchanged(gpu: Sim) -> None:
 def test_ops_are_on_the_device_while_a_lazy_store_is_filled(
     gpu: Sim, image_folder: FolderMaker
 ) -> None:
-    """The first epoch, whose samples are prepared by threads, is that of the full store."""
+    """The first epoch, in which samples are still being prepared, equals one from the full store."""
     steps = [v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.ToTensor()]
     with ImageFolder(str(image_folder()), transform=v1.Compose(steps), seed=0) as dataset:
         batches = on_device(loader_of(dataset, num_workers=1))
@@ -403,7 +403,7 @@ def test_ops_are_on_the_device_while_a_lazy_store_is_filled(
 def test_floats_are_made_on_the_device_of_images_of_any_size(
     gpu: Sim, image_folder: FolderMaker, storage: Any
 ) -> None:
-    """Whether they are kept or not: what is cut of them is sent as uint8."""
+    """Images of any size, stored or not, are cropped on the host, sent as uint8, and converted on the device."""
     root = image_folder()
     save_image(root / "cat" / "larger.jpg", 7, (17, 13))
     transform = v1.Compose([v1.RandomResizedCrop(6), v1.ToTensor(), v1.Normalize(0.5, 0.2)])
@@ -416,7 +416,7 @@ def test_floats_are_made_on_the_device_of_images_of_any_size(
 
 
 def test_floats_of_several_views_are_made_on_the_device(gpu: Sim) -> None:
-    """Each view has a conversion of its own, or none."""
+    """Each view has its own conversion on the device, or none."""
     with cached(CROP) as dataset:
         dataset.transform = Views(v1.Compose([*CROP, *FLOATS]), v1.Compose(CROP))
         expected = list(loader_of(dataset))
@@ -428,7 +428,7 @@ def test_floats_of_several_views_are_made_on_the_device(gpu: Sim) -> None:
 
 
 def test_a_loop_that_changes_its_stream_has_whole_batches(gpu: Sim) -> None:
-    """Small batches of a store on the device are cut together, on the stream of the first."""
+    """Batches are right if the loop changes its stream, although several were cut together on the first one."""
     with cached([*CROP, *FLOATS], storage="device") as dataset:
         expected = list(loader_of(dataset))
         found = []
@@ -468,7 +468,7 @@ def test_gray_images_are_sent_with_one_channel(gpu: Sim, steps: list[Any], stora
 
 
 def test_a_failing_batch_leaves_the_others_in_order(gpu: Sim) -> None:
-    """Of several that are cut together; each target is asked for once, texts too."""
+    """If one of several batches fails, the others arrive in order; each target is read once, texts too."""
     asked = []
 
     def shown(number: int) -> str:
@@ -494,7 +494,7 @@ def test_a_failing_batch_leaves_the_others_in_order(gpu: Sim) -> None:
 def test_the_end_of_an_epoch_is_not_taken_for_too_little_memory(
     gpu: Sim, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log does not report batches that are cut one by one."""
+    """At the end of an epoch the log does not say that batches are cut one by one."""
     caplog.set_level("INFO", "fastdata")
     with cached([*CROP, *FLOATS], storage="device") as dataset:
         assert len(list(on_device(loader_of(dataset)))) > 1
@@ -504,7 +504,7 @@ def test_the_end_of_an_epoch_is_not_taken_for_too_little_memory(
 def test_batches_are_cut_one_by_one_if_memory_is_short(
     gpu: Sim, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says so; one that has no room is an error in its place, as the state has it, and none is passed over."""
+    """The log says so. A batch that does not fit is an error in its place, also in the state; no other is lost."""
     caplog.set_level("INFO", "fastdata")
     with cached([*CROP, *FLOATS], storage="device") as dataset:
         expected = list(loader_of(dataset))
@@ -532,7 +532,7 @@ def test_batches_are_cut_one_by_one_if_memory_is_short(
 
 @pytest.mark.parametrize("storage", ["shared", "device"])
 def test_images_with_masks_are_cut_before_the_transfer(gpu: Sim, storage: Any) -> None:
-    """Also where the store is to lie on the device, which is said."""
+    """Images with masks are cut on the host, and a warning says that the store is not on the device."""
     steps = v2.Compose([v2.RandomCrop((5, 4)), v2.RandomHorizontalFlip()])
     samples = [
         (tv_tensors.Image(image), tv_tensors.Mask(image[:1])) for image, _ in list(cached(()))
@@ -546,7 +546,7 @@ def test_images_with_masks_are_cut_before_the_transfer(gpu: Sim, storage: Any) -
 
 
 def test_erasing_of_floats_runs_on_the_cpu(gpu: Sim) -> None:
-    """Asked for there they are an error; floats that are stored are not taken for such."""
+    """With batch_ops='device', erasing of floats is an error; a dataset of floats without steps is no such case."""
     why = "not possible here: erasing or noise comes after"
     with cached([*FLOATS, v1.RandomErasing()]) as dataset, pytest.raises(ValueError, match=why):
         iter(on_device(loader_of(dataset), batch_ops="device"))
@@ -559,7 +559,7 @@ def test_erasing_of_floats_runs_on_the_cpu(gpu: Sim) -> None:
 def test_ops_that_must_be_on_the_device_and_cannot_are_an_error(
     dataset: CachedDataset, gpu: Sim
 ) -> None:
-    """The error says why; a word that is no place is refused."""
+    """The error gives the reason; another value of batch_ops= is refused."""
     loader = loader_of(dataset, workers="process", num_workers=1)
     batches = on_device(loader, batch_ops="device")
     with pytest.raises(
@@ -573,7 +573,7 @@ def test_ops_that_must_be_on_the_device_and_cannot_are_an_error(
 def test_a_closed_dataset_is_an_error_with_ops_on_the_device(
     dataset: CachedDataset, gpu: Sim
 ) -> None:
-    """The loop gets the error, as without a prefetcher."""
+    """The loop gets the error of a closed dataset, as without a prefetcher."""
     batches = iter(on_device(loader_of(dataset)))
     dataset.close()
     with pytest.raises(RuntimeError, match="the dataset was closed"):
@@ -588,7 +588,7 @@ def mirrored(**options: Any) -> CachedDataset:
 
 
 def test_a_store_on_the_device_is_sent_once(gpu: Sim, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks; then positions, draws and labels are all there is, and where each window's lines lie."""
+    """The store is sent in chunks. After that, only positions, draws, labels and the tables of windows are sent."""
     monkeypatch.setattr(resident, "CHUNK_BYTES", 5 * STORED_BYTES + 7)
     with mirrored() as dataset, on_device(loader_of(dataset, num_workers=1)) as batches:
         expected = list(loader_of(dataset))
@@ -609,7 +609,7 @@ def test_a_store_on_the_device_is_sent_once(gpu: Sim, monkeypatch: pytest.Monkey
 def test_a_store_is_copied_from_two_chunks_that_threads_fill(
     gpu: Sim, monkeypatch: pytest.MonkeyPatch, refuses: bool
 ) -> None:
-    """They are pinned unless the driver refuses. After that, the batches that are cut together need one copy."""
+    """The chunks are pinned unless the driver refuses; then batches that are cut together need one copy."""
     monkeypatch.setattr(resident, "CHUNK_BYTES", 5 * STORED_BYTES + 7)
     gpu.refuses_to_pin = refuses
     with mirrored() as dataset, on_device(loader_of(dataset, num_workers=3)) as batches:
@@ -625,7 +625,7 @@ def test_a_store_is_copied_from_two_chunks_that_threads_fill(
 def test_a_store_that_cannot_be_read_leaves_nothing_on_the_device(
     gpu: Sim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is raised as the epoch begins; another epoch copies the store again."""
+    """The error is raised at the start of the epoch; the next epoch copies the store again."""
     monkeypatch.setattr(resident, "CHUNK_BYTES", 5 * STORED_BYTES)
     whole = Store.gather_into
 
@@ -644,7 +644,7 @@ def test_a_store_that_cannot_be_read_leaves_nothing_on_the_device(
 
 
 def test_samples_that_are_prepared_again_are_sent_again(gpu: Sim) -> None:
-    """Their pixels are those of the transform that was assigned; what was sent for the one before is given back."""
+    """After a new transform was assigned, the new samples are sent, and the old copy is freed."""
     with cached([v1.Grayscale(3), *CROP], storage="device") as dataset:
         batches = on_device(loader_of(dataset))
         taken(batches)
@@ -654,7 +654,7 @@ def test_samples_that_are_prepared_again_are_sent_again(gpu: Sim) -> None:
 
 
 def test_close_gives_the_device_memory_back(gpu: Sim) -> None:
-    """So does dropping the prefetcher; an epoch after ``close`` copies the store again."""
+    """``close`` and dropping the prefetcher free the copy; an epoch after ``close`` copies the store again."""
     with mirrored() as dataset:
         batches = on_device(loader_of(dataset))
         epoch = iter(batches)
@@ -670,7 +670,7 @@ def test_close_gives_the_device_memory_back(gpu: Sim) -> None:
 
 
 def test_a_store_that_leaves_no_room_for_the_model_is_an_error(gpu: Sim) -> None:
-    """Half of what is free is the most; the error says need, free and cure, and comes each time."""
+    """A store may take half of the free memory; the error has need, free memory and cure, in each epoch."""
     need = LENGTH * STORED_BYTES
     with mirrored() as dataset:
         gpu.free_bytes = 2 * need - 1
@@ -689,7 +689,7 @@ def test_a_store_that_leaves_no_room_for_the_model_is_an_error(gpu: Sim) -> None
 
 
 def test_a_device_store_that_is_not_used_warns_once(gpu: Sim) -> None:
-    """With worker processes batches come from the host's copy, right and with one warning; batch_ops='cpu' has none."""
+    """With worker processes batches come from the host's copy, with one warning; with batch_ops='cpu' without it."""
     with mirrored() as dataset:
         batches = on_device(loader_of(dataset, workers="process", num_workers=1))
         with pytest.warns(
@@ -704,14 +704,14 @@ def test_a_device_store_that_is_not_used_warns_once(gpu: Sim) -> None:
 
 
 def test_a_device_store_serves_without_a_device(dataset: CachedDataset) -> None:
-    """Loaders and prefetchers without one read the host's copy."""
+    """Without a device, loaders and prefetchers read the host's copy."""
     with mirrored() as dataset:
         expected = list(loader_of(dataset))
         assert_same(list(CudaPrefetcher(loader_of(dataset, num_workers=1), device="cpu")), expected)
 
 
 def test_a_store_on_the_device_without_batch_ops_is_gathered_there(gpu: Sim) -> None:
-    """Batches are the stored samples."""
+    """Without batch ops, batches are the stored samples."""
     with cached((), storage="device") as dataset, on_device(loader_of(dataset)) as batches:
         assert_same(taken(batches), list(loader_of(dataset)))
         assert sum(gpu.sent) == LENGTH * (STORED_BYTES + 8 + 8)
@@ -731,7 +731,7 @@ def test_samples_left_out_are_left_out_on_the_device(gpu: Sim, image_folder: Fol
 
 
 def test_a_device_store_of_files_is_filled_at_construction(image_folder: FolderMaker) -> None:
-    """With fill='auto' it does not wait for the first epoch."""
+    """storage='device' is filled when the dataset is made, and not in the first epoch."""
     steps = v1.Compose([v1.Resize((8, 6)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
     with ImageFolder(str(image_folder()), transform=steps, storage="device") as dataset:
         assert dataset.filled_share() == 1

@@ -1,4 +1,4 @@
-"""Resuming inside an epoch."""
+"""States of a loader, and epochs that are resumed from them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EVERY_ENGINE = pytest.mark.parametrize(
 
 
 class Shuffle(Sampler[int]):
-    """An order of the user's own, from torch's global generator."""
+    """A user's own sampler that draws its order from torch's global generator."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(23).tolist())
@@ -58,7 +58,7 @@ class Shuffle(Sampler[int]):
 
 
 class Backwards(Sampler[int]):
-    """The same order in each epoch, without a state."""
+    """A sampler with the same order in each epoch, and without a state."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(22, -1, -1))
@@ -68,7 +68,7 @@ class Backwards(Sampler[int]):
 
 
 class Counting(Sampler[int]):
-    """Starts at a number that grows with each epoch, and keeps a state of its own."""
+    """A sampler that starts at a number which grows with each epoch, and has its own state."""
 
     def __init__(self) -> None:
         self.start = 0
@@ -137,7 +137,7 @@ def _through_json(state: dict[str, Any]) -> dict[str, Any]:
 def _interrupted(
     options: dict[str, Any], seen: int, epochs: int = 1
 ) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """State after ``seen`` batches of the last of some epochs, the rest of that epoch, and the epoch after it."""
+    """Return the state after ``seen`` batches of the last epoch, the rest of that epoch, and the epoch after it."""
     with _images() as dataset:
         loader = DataLoader(dataset, **options)
         for _ in range(epochs - 1):
@@ -159,7 +159,7 @@ def _resumed(options: dict[str, Any], state: dict[str, Any]) -> tuple[list[Any],
 @EVERY_ENGINE
 @pytest.mark.parametrize("order", ["shuffled", "own generator", "sampler with a state"])
 def test_the_rest_of_an_epoch_is_resumed(engine: dict[str, Any], order: str) -> None:
-    """A new loader gives exactly the batches, pixels and draws that were still to come, with every engine."""
+    """A new loader gives exactly the remaining batches, pixels and draws, with every engine."""
     torch.manual_seed(1)
     state, rest, _ = _interrupted({**ORDERS[order](), **engine}, seen=2)
     torch.manual_seed(99)
@@ -170,7 +170,7 @@ def test_the_rest_of_an_epoch_is_resumed(engine: dict[str, Any], order: str) -> 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "threads"])
 def test_every_order_is_resumed(engine: dict[str, Any], order: str) -> None:
-    """Whatever an order is drawn from, the second epoch's rest is found again in a process seeded otherwise."""
+    """Wherever an order is drawn from, a process with another seed gives the rest of the second epoch."""
     torch.manual_seed(1)
     state, rest, _ = _interrupted({**ORDERS[order](), **engine}, seen=3, epochs=2)
     torch.manual_seed(99)
@@ -183,7 +183,7 @@ def test_every_order_is_resumed(engine: dict[str, Any], order: str) -> None:
 )
 @pytest.mark.parametrize("order", ["own generator", "distributed", "sampler with a state"])
 def test_the_epoch_after_a_resumed_one_is_the_same_too(engine: dict[str, Any], order: str) -> None:
-    """The loader's generator, samplers and draws go on from the resumed epoch as if nothing had happened."""
+    """After a resumed epoch, generator, samplers and draws continue as without an interruption."""
     generator = torch.Generator().manual_seed(3)
     state, _, following = _interrupted(
         {**ORDERS[order](), **engine, "generator": generator}, seen=2
@@ -196,7 +196,7 @@ def test_the_epoch_after_a_resumed_one_is_the_same_too(engine: dict[str, Any], o
 
 @EVERY_ENGINE
 def test_a_whole_epoch_leaves_the_next_one(engine: dict[str, Any]) -> None:
-    """A state saved between epochs gives the epoch that follows, whatever the seed of the new process."""
+    """A state saved between epochs gives the next epoch, whatever the seed of the new process."""
     options = {"batch_size": 4, "shuffle": True, **engine}
     torch.manual_seed(1)
     with _images() as dataset:
@@ -212,7 +212,7 @@ def test_a_whole_epoch_leaves_the_next_one(engine: dict[str, Any]) -> None:
     "engine", [INLINE, THREADS, PERSISTENT_THREADS], ids=["inline", "threads", "persistent"]
 )
 def test_resuming_between_epochs_moves_the_global_generator(engine: dict[str, Any]) -> None:
-    """If the user restores torch's generator, all epochs after a resume are equal to uninterrupted ones."""
+    """If the user restores torch's generator, all epochs after a resume equal those without interruption."""
     options = {"batch_size": 4, "shuffle": True, **engine}
     torch.manual_seed(1)
     with _images() as dataset:
@@ -226,7 +226,7 @@ def test_resuming_between_epochs_moves_the_global_generator(engine: dict[str, An
 
 @EVERY_ENGINE
 def test_an_epoch_set_after_loading_is_kept(engine: dict[str, Any]) -> None:
-    """Between epochs, set_epoch on the sampler decides the next order, as in a run that was not interrupted."""
+    """set_epoch on the sampler after loading decides the next order, as without an interruption."""
     epochs, sampler = [], _distributed()
     with _images() as dataset:
         loader = DataLoader(dataset, batch_size=2, sampler=sampler, **engine)
@@ -240,7 +240,7 @@ def test_an_epoch_set_after_loading_is_kept(engine: dict[str, Any]) -> None:
 
 
 def test_workers_are_seeded_as_in_the_epoch_that_follows() -> None:
-    """Resumed between epochs, worker processes draw from the global generators what they would have drawn."""
+    """After a resume between epochs, worker processes have the seeds that they would have had."""
     options = {"batch_size": 4, "num_workers": 2, "shuffle": True}
     torch.manual_seed(1)
     loader = DataLoader(Draws(), **options)
@@ -253,7 +253,7 @@ def test_workers_are_seeded_as_in_the_epoch_that_follows() -> None:
 
 
 def test_batches_of_an_unknown_sampler_are_counted() -> None:
-    """As many batches are skipped as the state has counted; the sampler's own draws are not restored."""
+    """With an unknown sampler, batches are counted and skipped; its own generator is not restored."""
     torch.manual_seed(1)
     loader = DataLoader(range(23), batch_size=4, sampler=Shuffle())  # type: ignore[arg-type]
     next(iter(loader))
@@ -265,7 +265,7 @@ def test_batches_of_an_unknown_sampler_are_counted() -> None:
 
 
 def test_a_sampler_that_counts_its_epochs_begins_once() -> None:
-    """A resume between epochs begins a sampler of the user's own once, as an epoch does."""
+    """A resume between epochs calls iter on the user's sampler once, as an epoch does."""
 
     class Begun(Shuffle):
         count = 0
@@ -282,7 +282,7 @@ def test_a_sampler_that_counts_its_epochs_begins_once() -> None:
 
 
 def test_a_state_of_a_new_loader_is_its_first_epoch() -> None:
-    """Before the first batch there is a state, and it fixes the order of the epoch to come."""
+    """A state before the first batch fixes the order of the first epoch."""
     options = {"batch_size": 4, "shuffle": True}
     torch.manual_seed(1)
     with _images() as dataset:
@@ -296,7 +296,7 @@ def test_a_state_of_a_new_loader_is_its_first_epoch() -> None:
 
 @EVERY_ENGINE
 def test_a_state_saved_at_the_last_batch_is_the_next_epoch(engine: dict[str, Any]) -> None:
-    """In the body of the last batch the epoch has no rest, and its state is the beginning of the epoch after it."""
+    """In the loop's body of the last batch, the state is the beginning of the next epoch."""
     options = {
         "batch_size": 4,
         "shuffle": True,
@@ -309,8 +309,8 @@ def test_a_state_saved_at_the_last_batch_is_the_next_epoch(engine: dict[str, Any
 
 
 @EVERY_ENGINE
-def test_a_state_holds_until_a_batch_is_handed_over(engine: dict[str, Any]) -> None:
-    """An iterator from which no batch was read, such as Lightning's first one, does not use up the state."""
+def test_a_state_is_kept_until_a_batch_is_returned(engine: dict[str, Any]) -> None:
+    """An iterator that gave no batch, such as Lightning's first one, does not use up the state."""
     options = {"batch_size": 4, "shuffle": True, **engine}
     state, rest, _ = _interrupted(options, seen=2)
     with _images() as dataset:
@@ -323,7 +323,7 @@ def test_a_state_holds_until_a_batch_is_handed_over(engine: dict[str, Any]) -> N
 
 @EVERY_ENGINE
 def test_an_epoch_can_be_resumed_twice(engine: dict[str, Any]) -> None:
-    """A state saved in a resumed epoch stands for what is left of the first."""
+    """A state saved in a resumed epoch gives the rest of the original epoch."""
     options = {"batch_size": 4, "shuffle": True, **engine}
     torch.manual_seed(1)
     state, rest, _ = _interrupted(options, seen=1)
@@ -340,7 +340,7 @@ def test_an_epoch_can_be_resumed_twice(engine: dict[str, Any]) -> None:
 
 
 def test_resuming_leaves_the_global_generators_alone() -> None:
-    """No draw is made from torch's global generator when an epoch is resumed inside."""
+    """Resuming within an epoch draws nothing from torch's global generator."""
     options = ORDERS["shuffled"]() | THREADS
     state, *_ = _interrupted(options, seen=2)
     with _images() as dataset:
@@ -372,7 +372,7 @@ def test_the_engine_may_change(saved: dict[str, Any], loaded: dict[str, Any]) ->
 
 
 def test_after_a_break_the_state_is_of_the_batches_seen() -> None:
-    """A loop left after three batches is resumed with the fourth, although more were read ahead."""
+    """After three batches and a break, the fourth batch comes next, although more were read ahead."""
     with _images() as dataset:
         loader = DataLoader(dataset, batch_size=2, num_workers=2)
         for number, _ in enumerate(loader):
@@ -385,7 +385,7 @@ def test_after_a_break_the_state_is_of_the_batches_seen() -> None:
 
 
 class Noting(Dataset[int]):
-    """Numbers, which notes what is read."""
+    """Numbers that record which of them are read."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -426,7 +426,7 @@ def test_a_batch_that_failed_counts_as_seen(engine: dict[str, Any]) -> None:
 
 
 def test_single_samples_are_resumed() -> None:
-    """batch_size=None counts samples."""
+    """With batch_size=None a state counts samples."""
     loader = DataLoader(Noting(), batch_size=None, sampler=[3, 1, 7])
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
@@ -434,7 +434,7 @@ def test_single_samples_are_resumed() -> None:
 
 
 def test_a_stream_has_an_empty_state() -> None:
-    """A checkpoint of a loader over an IterableDataset says that nothing is resumed, and is taken back as nothing."""
+    """For an IterableDataset the state is empty, with a warning, and can be loaded again."""
     loader = DataLoader(Stream(range(3)))
     next(iter(loader))
     with pytest.warns(
@@ -464,7 +464,7 @@ def test_a_stream_has_an_empty_state() -> None:
     ids=shown,
 )
 def test_a_state_of_another_loader_is_refused(other: dict[str, Any], message: str) -> None:
-    """The error names what differs, with both values."""
+    """The error names the values that differ, in the state and in the loader."""
     state = DataLoader(range(10), batch_size=2).state_dict()  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the state comes from another loader") as caught:
         DataLoader(**{"dataset": range(10), "batch_size": 2, **other}).load_state_dict(state)
@@ -472,7 +472,7 @@ def test_a_state_of_another_loader_is_refused(other: dict[str, Any], message: st
 
 
 def test_a_dict_that_is_not_a_state_is_refused() -> None:
-    """A dict of another library is refused; an empty one forgets what was loaded."""
+    """A dict of another library is an error; an empty one forgets a loaded state."""
     loader = DataLoader(range(4))  # type: ignore[arg-type]
     next(iter(loader))
     with pytest.raises(ValueError, match=r"it has version None and the keys \['_num_yielded'\]"):
@@ -491,7 +491,7 @@ def test_a_state_does_not_follow_the_default_device() -> None:
 
 
 def test_a_state_is_small() -> None:
-    """A state is plain JSON: below 1 kB for an epoch in sequence, below 8 kB for a shuffled one of any length."""
+    """A state is JSON: below 1 kB for an unshuffled epoch, below 8 kB for a shuffled one of any length."""
     for options, limit_bytes in (({}, 1000), ({"shuffle": True}, 8000)):
         loader = DataLoader(range(100_000), batch_size=10, **options)  # type: ignore[arg-type]
         next(iter(loader))
@@ -499,7 +499,7 @@ def test_a_state_is_small() -> None:
 
 
 def test_a_state_does_not_change_afterwards() -> None:
-    """A saved state and the loader that gave or took it share nothing."""
+    """A state shares nothing with the loader that returned or loaded it."""
     loader = DataLoader(range(6), shuffle=True, generator=torch.Generator())  # type: ignore[arg-type]
     iterator = iter(loader)
     next(iterator)
@@ -511,7 +511,7 @@ def test_a_state_does_not_change_afterwards() -> None:
 
 
 class Slow(Dataset[int]):
-    """Numbers, of which one comes only after it may."""
+    """Numbers, one of which can be read only when the test allows it."""
 
     def __init__(self, slow: int) -> None:
         self.slow, self.may_come = slow, multiprocessing.get_context("fork").Event()
@@ -529,7 +529,7 @@ class Slow(Dataset[int]):
     "in_order" not in TorchLoader.__init__.__kwdefaults__, reason="this torch has no in_order"
 )
 def test_a_state_of_batches_out_of_order_says_that_it_is_not_exact() -> None:
-    """Without in_order, workers' batches overtake each other, and a state only counts them."""
+    """Without in_order, batches of workers overtake each other, so a state warns that it only counts them."""
     dataset = Slow(1)
     loader = DataLoader(dataset, num_workers=2, in_order=False)
     iterator = iter(loader)
@@ -543,7 +543,7 @@ def test_a_state_of_batches_out_of_order_says_that_it_is_not_exact() -> None:
 
 @EVERY_ENGINE
 def test_a_state_of_the_last_batch_is_where_the_next_epoch_begins(engine: dict[str, Any]) -> None:
-    """Taken in its body, before the loop asks for more: RandomSampler has drawn all that it draws."""
+    """A state in the last batch's body is the next epoch: RandomSampler has already made its last draw."""
 
     def make() -> Any:
         generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Samplers for any number of ranks, and the loader that shares an epoch among them."""
+"""Samplers for any number of ranks, and the loader that divides an epoch among ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ RANKED: dict[str, Callable[..., RankSampler]] = {
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Make this process a rank, as torchrun would."""
+    """Return a function that makes this process a rank, as torchrun would."""
 
     def launch(rank: int, world_size: int) -> None:
         monkeypatch.setenv("RANK", str(rank))
@@ -78,7 +78,7 @@ def _through_json(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _together(ranks: list[list[list[int]]]) -> list[int]:
-    """The samples of batches of all ranks, in the order of steps, and of places within one."""
+    """Return the samples of the batches of all ranks: step by step, place by place."""
     steps = itertools.zip_longest(*ranks, fillvalue=[])
     places = (itertools.zip_longest(*step) for step in steps)
     return [index for step in places for place in step for index in place if index is not None]
@@ -93,7 +93,7 @@ def _together(ranks: list[list[list[int]]]) -> list[int]:
 def test_ranks_cover_each_epoch(
     launched: Any, world_size: int, drop_last: bool, batch_size: int
 ) -> None:
-    """Over three epochs ranks get equally many batches, and all samples: some again, or some not, as was asked for."""
+    """In three epochs, ranks get equally many batches, and all samples: with a few repeated or dropped, as chosen."""
     loaders = []
     for rank in range(world_size):
         launched(rank, world_size)
@@ -118,7 +118,7 @@ def test_ranks_cover_each_epoch(
 
 @pytest.mark.parametrize("world_size", [*WORLDS, 30])
 def test_an_exact_epoch_has_each_sample_once(launched: Any, world_size: int) -> None:
-    """For evaluation no sample is repeated or left out, on however many ranks."""
+    """uneven='keep' repeats and drops no sample, with any number of ranks."""
     ranks = []
     for rank in range(world_size):
         launched(rank, world_size)
@@ -131,7 +131,7 @@ def test_an_exact_epoch_has_each_sample_once(launched: Any, world_size: int) -> 
 @pytest.mark.parametrize("uneven", ["pad", "drop"])
 @pytest.mark.parametrize("world_size", [*WORLDS, 30, 70])
 def test_unshuffled_shares_are_torchs(world_size: int, uneven: Any) -> None:
-    """Without shuffling, a rank's samples and all attributes are DistributedSampler's."""
+    """Without shuffling, samples and attributes are those of torch's DistributedSampler."""
     for rank in range(world_size):
         ours = RankSampler(COUNT, shuffle=False, uneven=uneven, rank=rank, world_size=world_size)
         options = {"shuffle": False, "drop_last": uneven == "drop"}
@@ -154,7 +154,7 @@ def test_unshuffled_shares_are_torchs(world_size: int, uneven: Any) -> None:
 @pytest.mark.parametrize("name", RANKED)
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_all_ranks_together_follow_one_order(name: str, world_size: int) -> None:
-    """Steps of all ranks take the order of the epoch from front to back; it depends on seed and epoch alone."""
+    """The steps of all ranks follow one order from its start; it depends only on seed and epoch."""
     make = RANKED[name]
     order = make(rank=0, world_size=1).order(epoch=2).tolist()
     samplers = [make(rank=rank, world_size=world_size, uneven="keep") for rank in range(world_size)]
@@ -167,7 +167,7 @@ def test_all_ranks_together_follow_one_order(name: str, world_size: int) -> None
 
 
 def test_epochs_count_themselves_until_one_is_set() -> None:
-    """Each pass is the next epoch; after ``set_epoch`` that one, until it is set again."""
+    """Each pass is the next epoch; after ``set_epoch`` every pass is that epoch, until another one is set."""
     sampler = RankSampler(COUNT, rank=1, world_size=2)
     orders = [RankSampler(COUNT, rank=0, world_size=1).order(epoch).tolist() for epoch in range(4)]
     assert [(list(sampler)[:11], sampler.epoch) for _ in range(2)] == [
@@ -177,8 +177,8 @@ def test_epochs_count_themselves_until_one_is_set() -> None:
     assert [list(sampler)[:11] for _ in range(2)] == [orders[3][1::2]] * 2
 
 
-def test_a_sampler_given_is_not_shared_out_again(launched: Any) -> None:
-    """``distributed`` leaves a sampler and a batch sampler of the user's as they are."""
+def test_a_given_sampler_is_not_changed(launched: Any) -> None:
+    """``distributed`` does not change a sampler or batch sampler of the user."""
     launched(1, 2)
     own = RankSampler(COUNT, rank=0, world_size=1)
     loader = DataLoader(Numbers(COUNT), sampler=own, distributed="auto")
@@ -192,8 +192,8 @@ def test_a_sampler_given_is_not_shared_out_again(launched: Any) -> None:
     ] == [[4, 2]]
 
 
-def test_parts_of_datasets_are_shared_out(launched: Any) -> None:
-    """A Subset is covered exactly once by two ranks, in whole batches."""
+def test_subsets_are_divided_among_ranks(launched: Any) -> None:
+    """Two ranks cover a Subset exactly once, in whole batches."""
     with _images() as dataset:
         seen = []
         for rank in range(2):
@@ -206,7 +206,7 @@ def test_parts_of_datasets_are_shared_out(launched: Any) -> None:
 
 
 def test_the_datasets_seed_decides_the_order(launched: Any) -> None:
-    """A rank whose torch generator was seeded otherwise has the same order; another ``seed`` has another one."""
+    """The order follows from the dataset's ``seed``, whatever the seed of torch's generator on each rank."""
     orders = []
     for torch_seed, seed in ((1, 5), (2, 5), (2, 6)):
         torch.manual_seed(torch_seed)
@@ -224,7 +224,7 @@ def test_the_datasets_seed_decides_the_order(launched: Any) -> None:
     "make", [RANKED["repeated"], RANKED["weighted"]], ids=["repeated", "weighted"]
 )
 def test_repetitions_draw_alike_on_any_number_of_ranks(make: Callable[..., RankSampler]) -> None:
-    """Each copy of a sample gets its own draws, and the same ones on any number of ranks."""
+    """Each copy of a sample has its own draws, the same ones with any number of ranks."""
     drawn: list[Counter[Any]] = []
     for world_size in (1, 2, 3):
         found: Counter[Any] = Counter()
@@ -240,8 +240,8 @@ def test_repetitions_draw_alike_on_any_number_of_ranks(make: Callable[..., RankS
 
 
 @pytest.mark.parametrize("name", RANKED)
-def test_what_pads_ranks_is_told_apart(name: str) -> None:
-    """No occurrence of a sample has the number of another one, those that give all ranks equally many included."""
+def test_all_occurrences_of_a_sample_are_numbered(name: str) -> None:
+    """All occurrences of a sample have different numbers, also those that only make ranks equal."""
     found: Counter[tuple[int, int]] = Counter()
     for rank in range(7):
         sampler = RANKED[name](rank=rank, world_size=7)
@@ -254,7 +254,7 @@ def test_what_pads_ranks_is_told_apart(name: str) -> None:
     "engine", [INLINE, THREADS, PROCESSES], ids=["inline", "threads", "processes"]
 )
 def test_draws_follow_the_samplers_epoch(engine: dict[str, Any]) -> None:
-    """Order and draws are of one epoch, counted or set on the loader or on the sampler alone."""
+    """Order and draws are of the same epoch: counted, or set on the loader or only on the sampler."""
     with _images() as dataset:
         sampler = RankSampler(dataset, rank=0, world_size=1)
         loader = DataLoader(dataset, batch_size=8, sampler=sampler, **engine)
@@ -280,7 +280,7 @@ class Repeating(Sampler[int]):
 
 
 def _replacing(length: int) -> Order:
-    """Return a user's own order, in which samples come again."""
+    """Return an order of the user's own, in which samples come again."""
 
     def draw(seed: int, epoch: int, count: int) -> Any:
         return np.random.default_rng(epoch).integers(0, length, count)
@@ -304,7 +304,7 @@ TWICE: dict[str, Any] = {
 
 
 def _large() -> CachedDataset:
-    """Images in which no two crops are the same."""
+    """Return images in which no two crops are equal."""
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (8, 3, 99, 98), np.uint8))
     return CachedDataset([*zip(pixels, range(8), strict=True)], transform=v1.RandomCrop(6), seed=0)
 
@@ -318,7 +318,7 @@ def _read(whole: Any, sampler: Any) -> list[tuple[int, bytes]]:
 @pytest.mark.parametrize("name", TWICE)
 @pytest.mark.parametrize("kind", ["subset", "concat", "nested"])
 def test_no_two_ranks_draw_the_same_for_one_sample(name: str, kind: str) -> None:
-    """Whatever gives a sample to several places of an epoch, each has a crop of its own, on one rank or three."""
+    """A sample that comes several times in an epoch gets a new crop each time, on one rank or three."""
     with _large() as dataset:
         part = Subset(dataset, [3, 0, 3, 3, 7, 0, -1])
         nested = Subset(part, [0, 2, 2, 6, -1])
@@ -363,7 +363,7 @@ def test_a_subset_with_repeats_is_resumed(num_workers: int) -> None:
 def _ranks(
     make: Callable[..., Any], batch_size: int, world_size: int, state: Any, steps: int, engine: Any
 ) -> Any:
-    """Return the samples of all ranks in ``steps`` steps after a state, and the states of each rank afterwards."""
+    """Return the samples of all ranks in ``steps`` steps after a state, and the state afterwards."""
     batches, states = [], []
     for rank in range(world_size):
         loader = DataLoader(Numbers(COUNT), **make(batch_size, rank, world_size), **engine)
@@ -388,7 +388,7 @@ def _ranked(
 @pytest.mark.parametrize("trial", range(12))
 @pytest.mark.parametrize("name", RANKED)
 def test_an_epoch_goes_on_with_other_ranks_and_batches(name: str, trial: int) -> None:
-    """Stopped at random again and again, the second epoch goes on with other ranks and batches, losing nothing."""
+    """The second epoch, stopped at random places, loses nothing if it is resumed with other ranks and batches."""
     choose = np.random.default_rng(trial)
     make = partial(_ranked, RANKED[name])
     total = RANKED[name](rank=0, world_size=1).order_length
@@ -415,7 +415,7 @@ def test_an_epoch_goes_on_with_other_ranks_and_batches(name: str, trial: int) ->
 def test_ranks_that_share_evenly_go_on_as_others(
     launched: Any, before: int, after: int, drop_last: bool
 ) -> None:
-    """``distributed="auto"`` saved on some ranks and loaded on others repeats or drops at most what does not divide."""
+    """A state of ``distributed='auto'`` is resumed on other ranks: only samples that do not divide repeat or drop."""
     seen, state, sizes = [], {}, {before: 1, after: 3}
     for world_size, steps in ((before, 1), (after, None)):
         ranks = []
@@ -463,8 +463,8 @@ def test_a_resumed_epoch_is_the_uninterrupted_one(name: str, engine: dict[str, A
         assert (len(rest), len(following)) == (len(again) - 1, len(again))
 
 
-def test_what_a_collate_draws_goes_on(launched: Any) -> None:
-    """A ``collate_fn`` that draws gets the numbers of the uninterrupted epoch, not those of its beginning."""
+def test_draws_of_a_collate_fn_are_resumed(launched: Any) -> None:
+    """A ``collate_fn`` that draws gets the numbers of the uninterrupted epoch, not those of its first batches."""
     launched(0, 2)
     with _images() as dataset:
 
@@ -486,8 +486,8 @@ def _noisy(_: Any) -> float:
 
 
 @pytest.mark.parametrize("name", ["ours", "torch's", "one's own"])
-def test_what_a_collate_draws_differs_between_ranks(launched: Any, name: str) -> None:
-    """MixUp of two ranks draws other numbers in each batch, also where the dataset's seed is the same number."""
+def test_draws_of_a_collate_fn_differ_between_ranks(launched: Any, name: str) -> None:
+    """MixUp draws different numbers on two ranks, also if the dataset's seed is the same."""
     with _images() as dataset:
         drawn: list[float] = []
         for rank in range(2):
@@ -504,7 +504,7 @@ def test_what_a_collate_draws_differs_between_ranks(launched: Any, name: str) ->
 
 
 def test_a_state_after_a_set_epoch_is_the_next_one() -> None:
-    """Once an epoch that was set is over its state is the one behind it; the loader itself repeats what was set."""
+    """After an epoch that was set, the state is the next epoch; the loader itself repeats the epoch that was set."""
     make = partial(_ranked, RANKED["shuffled"])
     loader, again = (
         DataLoader(Numbers(COUNT), **make(COUNT, 0, 1)),
@@ -520,8 +520,8 @@ def test_a_state_after_a_set_epoch_is_the_next_one() -> None:
     ]
 
 
-def test_an_epoch_set_behind_a_broken_one_leaves_its_state() -> None:
-    """A state says how far the latest epoch came, in its own order, whatever epoch was set since."""
+def test_an_epoch_set_after_a_break_leaves_the_state() -> None:
+    """After a break, set_epoch does not change the state: it is the position in the epoch that was left."""
     make = partial(_ranked, RANKED["shuffled"])
     loader, again = (DataLoader(Numbers(COUNT), **make(4, 0, 1)) for _ in range(2))
     list(itertools.islice(loader, 2))
@@ -532,7 +532,7 @@ def test_an_epoch_set_behind_a_broken_one_leaves_its_state() -> None:
 
 
 class OfOneRank(Sampler[int]):
-    """A sampler for ranks where there are none: it does not know its rank."""
+    """A sampler that has the attributes of a rank, but no rank."""
 
     rank = num_replicas = None
 
@@ -544,14 +544,14 @@ class OfOneRank(Sampler[int]):
 
 
 def test_a_sampler_that_does_not_know_its_rank_is_one_of_one_rank() -> None:
-    """Its samples come in its order."""
+    """The samples of a sampler without a rank come in its order."""
     with _images() as dataset:
         batches = DataLoader(dataset, 4, sampler=OfOneRank())
         assert [label for _, labels in batches for label in labels.tolist()] == [*range(COUNT)]
 
 
 def test_states_of_numpys_numbers_are_plain() -> None:
-    """Whatever integers a sampler and its loader are given, their states go through JSON."""
+    """States can be written as JSON if sampler and loader were given NumPy's integers."""
     batch_size, count, seed, rank, world_size, epoch = np.arange(2, 8)
     order = repeated(COUNT)
     sampler = RankSampler(
@@ -568,14 +568,14 @@ def test_states_of_numpys_numbers_are_plain() -> None:
 
 
 def test_dropped_batches_do_not_count_in_torchs_loader() -> None:
-    """With ``drop_last`` the last whole batch is the last one, and the state behind it the next epoch's beginning."""
+    """With ``drop_last``, the state after the last whole batch is the beginning of the next epoch."""
     sampler = RankSampler(COUNT, rank=0, world_size=1)
     states = [sampler.state_dict(5, 4, drop_last=drop_last) for drop_last in (False, True)]
     assert [(state["epoch"], state["position"]) for state in states] == [(0, 20), (1, 0)]
 
 
 def test_a_set_epoch_after_loading_begins_that_epoch() -> None:
-    """Another epoch set on a loader that holds a state is a whole one; the same one goes on."""
+    """After a state was loaded, setting its epoch resumes it; another epoch begins from its start."""
     make = partial(_ranked, RANKED["shuffled"])
     loader = DataLoader(Numbers(COUNT), **make(4, 0, 1))
     next(iter(loader))
@@ -594,7 +594,7 @@ def test_a_set_epoch_after_loading_begins_that_epoch() -> None:
 
 
 def test_epochs_are_counted_again_from_a_loaded_state() -> None:
-    """An epoch that was set before a state is loaded no longer decides what comes after the state's epoch."""
+    """An epoch that was set before a state was loaded does not decide the epochs after it."""
     sampler = RankSampler(11, rank=0, world_size=1)
     state = sampler.state_dict(batches=2, batch_size=3)
     sampler.set_epoch(7)
@@ -606,7 +606,7 @@ def test_epochs_are_counted_again_from_a_loaded_state() -> None:
 
 
 def test_a_state_is_forgotten() -> None:
-    """An empty dict brings back the epoch that would have come, from its beginning."""
+    """Loading an empty dict restores the epoch that would have come next, from its start."""
     make = partial(_ranked, RANKED["shuffled"])
     loader, again = (
         DataLoader(Numbers(COUNT), **make(4, 0, 1)),
@@ -621,7 +621,7 @@ def test_a_state_is_forgotten() -> None:
 
 
 def test_a_state_that_an_iterator_began_with_is_forgotten() -> None:
-    """Its epoch comes whole: the place in it goes with the state, although ``iter`` was called."""
+    """After ``load_state_dict({})`` the epoch is complete, although ``iter`` has begun with the loaded state."""
     make = partial(_ranked, RANKED["shuffled"])
     loader, again = (
         DataLoader(Numbers(COUNT), **make(4, 0, 1)),
@@ -636,7 +636,7 @@ def test_a_state_that_an_iterator_began_with_is_forgotten() -> None:
 
 
 def test_an_epoch_set_after_iter_is_kept(launched: Any) -> None:
-    """Lightning sets the epoch that it resumes between ``iter`` and ``next``, and the rest of it comes."""
+    """Lightning sets the resumed epoch between ``iter`` and ``next``; the rest of the epoch comes."""
     launched(0, 1)
     loader = DataLoader(Numbers(COUNT), batch_size=4, distributed="auto", shuffle=True)
     list(loader)
@@ -650,7 +650,7 @@ def test_an_epoch_set_after_iter_is_kept(launched: Any) -> None:
 
 
 def test_a_batch_sampler_of_ones_own_resumes_over_a_rank_sampler() -> None:
-    """With an unknown batch sampler, batches are counted, and a state of other ranks is refused."""
+    """With an unknown batch sampler batches are counted, and a state of other ranks is refused."""
 
     class Pairs(Sampler[list[int]]):
         def __init__(self, sampler: Any) -> None:
@@ -683,7 +683,7 @@ def test_a_batch_sampler_of_ones_own_resumes_over_a_rank_sampler() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_torchs_loader_goes_on_too(num_workers: int) -> None:
-    """In torch's own loader a sampler resumes on other ranks if it gets the number of batches that the loop got."""
+    """In torch's loader, a sampler is resumed on other ranks from the number of batches that the loop got."""
     make = partial(_ranked, RANKED["shuffled"])
     seen: list[int] = []
     state: dict[str, Any] = {}
@@ -707,7 +707,7 @@ def test_torchs_loader_goes_on_too(num_workers: int) -> None:
 
 
 def test_a_state_of_another_order_is_refused() -> None:
-    """A sampler with another seed or other weights says what differs, alone or in a loader."""
+    """The error for a sampler with another seed or other weights names the difference, also in a loader."""
     state = RankSampler(COUNT, rank=0, world_size=1).state_dict()
     with pytest.raises(
         ValueError, match=r"another order: seed is 1, in the state 0\. Make the sampler as it was"
@@ -725,7 +725,7 @@ def test_a_state_of_another_order_is_refused() -> None:
 
 
 def test_weighted_samples_come_by_their_weights() -> None:
-    """Over many draws each sample comes as often as its weight says; one without weight never."""
+    """Over many draws each sample comes as often as its weight says; one of weight zero never comes."""
     weights = np.array([0, 1, 2, 5, 0])
     counts = np.bincount(
         RankSampler(order=weighted(weights), num_samples=8000, rank=0, world_size=1).order(0),
@@ -736,7 +736,7 @@ def test_weighted_samples_come_by_their_weights() -> None:
 
 
 def test_weights_may_differ_by_any_factor() -> None:
-    """The smallest and the largest numbers are weights as others are."""
+    """Very small and very large numbers work as weights."""
     order = weighted([5e-324, 1.7e308, 1.7e308])
     sampler = RankSampler(order=order, num_samples=2, rank=0, world_size=1)
     assert {index for epoch in range(9) for index in sampler.order(epoch).tolist()} == {1, 2}
@@ -744,7 +744,7 @@ def test_weights_may_differ_by_any_factor() -> None:
 
 @pytest.mark.parametrize("replacement", [False, True])
 def test_classes_come_equally_often(replacement: bool) -> None:
-    """With classes of 9, 4 and 2 samples each batch of three has all; without replacement none comes twice."""
+    """With classes of 9, 4 and 2 samples, each batch of three has all classes; without replacement none repeats."""
     targets = ["a"] * 9 + ["b"] * 4 + ["c"] * 2
     sampler = RankSampler(order=balanced(targets, replacement), rank=0, world_size=1)
     orders = [sampler.order(epoch) for epoch in range(30)]
@@ -757,7 +757,7 @@ def test_classes_come_equally_often(replacement: bool) -> None:
 
 
 def test_the_classes_of_a_dataset_are_found() -> None:
-    """A dataset's ``targets`` are taken, of a Subset those of its samples, of a ConcatDataset those of its parts."""
+    """Classes come from a dataset's ``targets``, also inside a Subset or a ConcatDataset."""
     with _images() as dataset:
         assert len(RankSampler(order=balanced(dataset), rank=0, world_size=1)) == COUNT
         subset = Subset(Subset(dataset, range(5, 15)), [2, 4, 4])
@@ -769,7 +769,7 @@ def test_the_classes_of_a_dataset_are_found() -> None:
 
 
 def test_copies_go_to_different_ranks() -> None:
-    """In repeated augmentation three ranks get the three copies of the same samples, a third of them an epoch."""
+    """In repeated augmentation, three ranks get the three copies of a sample; an epoch has a third of the samples."""
     samplers = [RankSampler(order=repeated(24), rank=rank, world_size=3) for rank in range(3)]
     shares = [list(sampler) for sampler in samplers]
     assert shares[0] == shares[1] == shares[2]
@@ -779,7 +779,7 @@ def test_copies_go_to_different_ranks() -> None:
 
 @pytest.mark.parametrize(("stop", "length"), [("first", 40), ("all", 120)])
 def test_datasets_are_mixed_in_their_shares(stop: Any, length: int) -> None:
-    """A quarter of each epoch is of the first dataset; no sample comes twice before all of its dataset have come."""
+    """A quarter of each epoch is from the first dataset; a dataset repeats no sample before it has given all."""
     sampler = RankSampler(order=mixed([10, 90], [1, 3], stop), rank=0, world_size=1)
     epochs = [sampler.order(epoch) for epoch in range(5)]
     for order in epochs:
@@ -793,7 +793,7 @@ def test_datasets_are_mixed_in_their_shares(stop: Any, length: int) -> None:
 
 
 def test_mixed_datasets_are_read_whole_and_once() -> None:
-    """For any weights, the first stop rule gives one dataset whole and no sample twice, the other all samples."""
+    """For any weights: stop='first' reads one dataset whole and repeats nothing; stop='all' gives all samples."""
     rng = np.random.default_rng(0)
     for case in range(60):
         count = int(rng.integers(1, 6))
@@ -820,7 +820,7 @@ def test_mixed_datasets_are_read_whole_and_once() -> None:
 
 
 def test_mixed_orders_are_uniform() -> None:
-    """In each epoch, also the first, one sample is in its own place on average; no two rounds are in one order."""
+    """In each epoch, about one sample keeps its place, as in a random order; two rounds have different orders."""
     order = mixed([40])
     for epoch in (0, 1):
         fixed = [(order.draw(seed, epoch, 40) == np.arange(40)).sum() for seed in range(600)]
@@ -831,8 +831,8 @@ def test_mixed_orders_are_uniform() -> None:
     assert rounds[0] != rounds[1]
 
 
-def test_ranks_that_all_read_all_samples_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shuffled loader in one of two ranks says once that it shares out nothing; one that does, not."""
+def test_ranks_that_all_read_all_samples_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shuffled loader warns once if each of two ranks reads all samples; one that divides them does not."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     loader = DataLoader(Numbers(COUNT), batch_size=4, shuffle=True)
@@ -846,7 +846,7 @@ def test_ranks_that_all_read_all_samples_are_told(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_sampler_of_nothing_says_what_it_needs() -> None:
-    """Neither a dataset nor an order."""
+    """The error without dataset and order names both."""
     with pytest.raises(TypeError, match="needs a dataset, its length, or an order="):
         RankSampler()
 
@@ -902,8 +902,8 @@ def test_a_sampler_of_nothing_says_what_it_needs() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make: Callable[[], Any], message: str) -> None:
-    """Each wrong argument is a ValueError that says what was given, and what is needed."""
+def test_wrong_arguments_are_refused(make: Callable[[], Any], message: str) -> None:
+    """Each wrong argument is a ValueError that gives the value and what is needed."""
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -911,7 +911,7 @@ def test_what_cannot_be_is_refused(make: Callable[[], Any], message: str) -> Non
 def test_a_sampler_made_alone_knows_its_rank_when_it_is_iterated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lightning makes a process a rank only after the loader was made; a state is of the ranks of its epoch."""
+    """Lightning makes a process a rank after the loader; the state has the ranks of its epoch."""
     sampler = RankSampler(10, shuffle=False)
     assert len(sampler) == 10
     monkeypatch.setenv("RANK", "1")
@@ -923,7 +923,7 @@ def test_a_sampler_made_alone_knows_its_rank_when_it_is_iterated(
 
 
 def test_copies_on_different_ranks_draw_anew_in_torchs_loader_too() -> None:
-    """A sample that two ranks get in one epoch has another random crop on each, also with torch's loader."""
+    """A sample that two ranks get in one epoch has different random crops, also with torch's loader."""
     source = [
         (torch.arange(48 * 48, dtype=torch.uint8).reshape(1, 48, 48).repeat(3, 1, 1), k)
         for k in range(4)

@@ -108,7 +108,7 @@ def store_of(
 
 
 class Ops:
-    """The batch ops of a transform, before and behind what is sent to a device."""
+    """The batch ops of a transform, split into those before and after the transfer to a device."""
 
     def __init__(self, steps: Steps, store: ArrayStore) -> None:
         if store.spec.form == "pil" and not any("To" in type(step).__name__ for step in steps):
@@ -123,7 +123,7 @@ class Ops:
         self.obstacle = window_obstacle(plan, store.spec)
 
     def window(self, store: ArrayStore, device: torch.device) -> Window:
-        """Over all samples of a store, which lie on the device."""
+        """Return a window over all samples of a store on the device."""
         assert not self.obstacle
         return Window(self.host, torch.from_numpy(np.stack(store.samples)).to(device))
 
@@ -144,7 +144,7 @@ class Ops:
 def run_both(
     steps: Steps, store: ArrayStore, index: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """What is served of what is sent; of a store of all samples it must be the same."""
+    """Return served samples made from what is sent, and check that a store on the device gives the same."""
     ops = Ops(steps, store)
     index_B = np.array(index, np.int64)
     sent = ops.sent(store, index_B).to(device)
@@ -158,7 +158,7 @@ def run_both(
 
 
 def check(steps: Steps, store: ArrayStore, device: torch.device, *, atol: float = 0) -> None:
-    """Batches equal those of the CPU's program, some samples twice."""
+    """Check that batches equal those of the CPU's program; some samples come twice."""
     index = [*reversed(range(len(store.samples))), 0, 0]
     expected = served(steps, store, index)
     batch = run_both(steps, store, index, device)
@@ -176,7 +176,7 @@ def check(steps: Steps, store: ArrayStore, device: torch.device, *, atol: float 
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("size", [(6, 5), (8, 16), SIZE], ids=shown)
 def test_flips(device: torch.device, api: Any, form: str, p: float, size: tuple[int, int]) -> None:
-    """None, some and all mirrored, along one axis and along both."""
+    """No, some and all samples are mirrored, along one axis and along both, as on the CPU."""
     check(
         [api.RandomHorizontalFlip(p), api.PILToTensor()][: 1 + (form == "pil")],
         store_of(form, size),
@@ -190,7 +190,7 @@ def test_flips(device: torch.device, api: Any, form: str, p: float, size: tuple[
 @all_modes
 @pytest.mark.parametrize("channels", [1, 3])
 def test_padded_crops(device: torch.device, api: Any, form: str, mode: str, channels: int) -> None:
-    """Uneven borders in all modes, mirrored along both axes."""
+    """Crops with uneven borders in all modes, mirrored along both axes, equal the CPU's."""
     crop = api.RandomCrop((36, 50), padding=(1, 2, 3, 4), padding_mode=mode, fill=7)
     steps = [crop, api.RandomHorizontalFlip(), api.RandomVerticalFlip()]
     check(steps, store_of(form, channels=channels), device)
@@ -200,21 +200,21 @@ def test_padded_crops(device: torch.device, api: Any, form: str, mode: str, chan
 @all_modes
 @pytest.mark.parametrize("padding", [None, (1, 0, 2, 1)])
 def test_pad_if_needed(device: torch.device, api: Any, mode: str, padding: Any) -> None:
-    """Images that are too small along one axis are padded there."""
+    """Images that are too small along one axis are padded there, as on the CPU."""
     crop = api.RandomCrop((9, 8), padding=padding, pad_if_needed=True, padding_mode=mode)
     check([crop, api.RandomHorizontalFlip()], store_of(size=(6, 9)), device)
 
 
 @pytest.mark.parametrize("size", [(3, 2), (4, 3), (9, 8), (9, 2), (2, 10)], ids=shown)
 def test_centre_crops(device: torch.device, size: tuple[int, int]) -> None:
-    """Smaller and larger than the image, along each axis."""
+    """Centre crops smaller and larger than the image, along each axis, equal the CPU's."""
     check(
         [v1.RandomHorizontalFlip(), v1.CenterCrop(size)], store_of(size=(6, 5), channels=1), device
     )
 
 
 def test_colour_fill_and_repeated_reflection(device: torch.device) -> None:
-    """A fill per channel lands in its channel; PIL images are reflected again and again."""
+    """Each channel gets its own fill value; PIL images are reflected several times."""
     steps = [v1.RandomCrop(6, padding=3, fill=(1, 128, 255)), v1.RandomHorizontalFlip()]
     check(steps, store_of(size=(6, 5)), device)
     check([v1.RandomCrop(5, padding=9, padding_mode="reflect")], store_of(size=(6, 5)), device)
@@ -225,7 +225,7 @@ def test_colour_fill_and_repeated_reflection(device: torch.device) -> None:
 
 @all_conversions
 def test_conversions_are_bit_equal(device: torch.device, steps: list[Any]) -> None:
-    """Each way to floats gives the CPU's for all 256 values, alone and after a crop."""
+    """Each conversion to floats is bit-equal to the CPU's for all 256 values, alone and after a crop."""
     store = store_of()
     store.samples[0].flat[:256] = np.arange(256)
     check(steps, store, device)
@@ -233,7 +233,7 @@ def test_conversions_are_bit_equal(device: torch.device, steps: list[Any]) -> No
 
 
 def test_normalize(device: torch.device) -> None:
-    """Normalised floats are within 1e-6 of the CPU's, without a conversion to 0..1, and widened."""
+    """Normalised floats are within 1e-6 of the CPU's, also without scaling to 0..1, and from one channel to three."""
     norm = v1.Normalize(*NORM)
     scale = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
     for steps in (
@@ -268,7 +268,7 @@ def test_half_floats_are_rounded_once(device: torch.device, dtype: torch.dtype) 
 
 
 def conversion(dtype: torch.dtype, form: Form, mean: Sequence[float] = NORM[0]) -> ToFloats:
-    """The last step of a dataset that serves normalised floats of a dtype, for a prefetcher."""
+    """Return the last step of a dataset of normalised floats of a dtype, for a prefetcher."""
     steps = [v2.ToImage(), v2.ToDtype(dtype, scale=True), v2.Normalize(mean, NORM[1])]
     plan = split_transform(v2.Compose(steps), form="pil", channels=3)
     return ToFloats(plan.batch_ops[-1], form)
@@ -279,7 +279,7 @@ def conversion(dtype: torch.dtype, form: Form, mean: Sequence[float] = NORM[0]) 
 def test_floats_are_made_in_one_pass_in_the_form_that_is_served(
     device: torch.device, dtype: torch.dtype, mean: Sequence[float]
 ) -> None:
-    """Each value is the float32 value, rounded once: within half a unit of the exact one, and float32's error."""
+    """Each value is the float32 value, rounded once: within half a unit, plus the error of float32."""
     pixels = torch.arange(256, dtype=torch.uint8).repeat(3, 1).reshape(1, 3, 16, 16).to(device)
     convert = conversion(torch.float32, Form(dtype, channels_last=True), mean)
     convert(pixels)  # which sends the constants
@@ -299,7 +299,7 @@ def test_floats_are_made_in_one_pass_in_the_form_that_is_served(
 
 
 def test_floats_that_would_be_rounded_twice_are_cast_afterwards() -> None:
-    """A dataset's float16 values are float16 values, whatever a prefetcher serves; layouts are made at once."""
+    """float16 values of a dataset stay float16 values, whatever dtype is served; the layout is made at once."""
     pixels = torch.arange(192, dtype=torch.uint8).reshape(2, 3, 8, 4)
     own = conversion(torch.float16, Form())(pixels)
     made = conversion(torch.float16, Form(torch.float32, channels_last=True))(pixels)
@@ -311,7 +311,7 @@ def test_floats_that_would_be_rounded_twice_are_cast_afterwards() -> None:
 
 
 def test_scaled_values_are_divided_into_the_form_that_is_served(device: torch.device) -> None:
-    """Without ``Normalize`` the division is the one pass, and bit-equal."""
+    """Without ``Normalize`` there is only a division, which is bit-equal."""
     pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).to(device)
     [cast] = split_transform(v1.Compose([v1.ToTensor()]), form="pil", channels=1).batch_ops
     made = ToFloats(cast, Form(torch.bfloat16))(pixels)
@@ -332,7 +332,7 @@ WINDOWS = [v1.RandomCrop(36), v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Norma
 
 
 def test_other_steps_run_before_the_transfer(device: torch.device) -> None:
-    """Resizing and colours are done by the core, and only the uint8 that is served is sent."""
+    """The core resizes and changes colours, and only its uint8 is sent."""
     jitter = [
         v1.RandomResizedCrop(24),
         v1.ColorJitter(0.4, 0.4),
@@ -348,7 +348,7 @@ def test_other_steps_run_before_the_transfer(device: torch.device) -> None:
 
 @all_modes
 def test_windows_that_do_not_fuse_run_before_the_transfer(device: torch.device, mode: str) -> None:
-    """A border of a cropped image, and of another colour, is more than one window."""
+    """A border around a crop, or of another colour, needs more than one window, and is made before the transfer."""
     for steps in (
         [v1.RandomCrop(8), v1.Pad((1, 0, 3, 2), padding_mode=mode), v1.RandomVerticalFlip()],
         [v1.RandomCrop(38, padding=5, fill=3), v1.RandomHorizontalFlip(), v1.Pad(2, fill=9)],
@@ -361,7 +361,7 @@ def test_windows_that_do_not_fuse_run_before_the_transfer(device: torch.device, 
 
 
 def test_a_sample_does_not_depend_on_its_batch(device: torch.device) -> None:
-    """In batches of 1 and more samples, in any order and company, a sample has the same pixels."""
+    """A sample has the same pixels in batches of any size and order."""
     store = store_of()
     whole = run_both(WINDOWS, store, range(24), device)
     for index in ([7], [3, 3, 21, 0], np.random.default_rng(1).permutation(24).tolist()):
@@ -369,7 +369,7 @@ def test_a_sample_does_not_depend_on_its_batch(device: torch.device) -> None:
 
 
 def test_draws_are_one_small_tensor() -> None:
-    """Two numbers a sample, in one tensor: which rows and which columns."""
+    """Draws are two numbers for each sample, in one tensor: its rows and its columns."""
     cpu = torch.device("cpu")
     window = Ops(WINDOWS, store_of()).window(store_of(), cpu)
     draws = window.draw(np.arange(24), EPOCH, SEED)
@@ -385,7 +385,7 @@ def test_draws_are_one_small_tensor() -> None:
 
 
 def test_no_ops(device: torch.device) -> None:
-    """A plan that does nothing takes samples out of a store."""
+    """A program without steps gives the stored samples."""
     store = store_of("tensor")
     samples = torch.from_numpy(np.stack(store.samples)).to(device)
     window = Window(Program((), store.spec), samples)
@@ -395,7 +395,7 @@ def test_no_ops(device: torch.device) -> None:
 
 
 def test_the_stored_samples_are_only_read(device: torch.device) -> None:
-    """Nothing writes into the store that it is given."""
+    """Cutting batches does not write to the store."""
     store = store_of()
     window = Ops([v1.RandomCrop(SIZE, padding=3), v1.ToTensor()], store).window(store, device)
     draws = window.draw(np.arange(24), EPOCH, SEED)
@@ -422,8 +422,8 @@ def test_the_stored_samples_are_only_read(device: torch.device) -> None:
     ],
     ids=["crop", "reflect", "fill", "v2"],
 )
-def test_a_device_is_asked_for_nothing_it_is_slow_or_wrong_at(steps: list[Any]) -> None:
-    """No value comes back, no shape depends on one, no mixed dtypes go into ``out=``, no pixel its own index."""
+def test_no_op_is_slow_or_wrong_on_a_device(steps: list[Any]) -> None:
+    """No op waits for a value or a shape, mixes dtypes in ``out=``, or indexes each pixel."""
     store = store_of()
     ops = Ops(steps, store)
     window = ops.window(store, torch.device("cpu"))
@@ -443,7 +443,7 @@ def test_a_device_is_asked_for_nothing_it_is_slow_or_wrong_at(steps: list[Any]) 
 
 
 def test_the_guard_sees_both_faults() -> None:
-    """What went wrong on a GPU is refused on the CPU too."""
+    """The guard refuses on the CPU what was wrong on a GPU."""
     pixels = torch.zeros(2, 3, dtype=torch.int32)
     with OnDevice(), pytest.raises(AssertionError, match=r"computes .*int32 into"):
         torch.bitwise_right_shift(pixels, pixels, out=torch.empty(2, 3, dtype=torch.uint8))
@@ -455,7 +455,7 @@ def test_the_guard_sees_both_faults() -> None:
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """CUDA raises where the host waits; setting the mode warns once, which is no fault of the test."""
+    """Let CUDA raise where the host waits. Setting the mode warns once, which is no fault of the test."""
     import warnings
 
     try:
@@ -469,7 +469,7 @@ def no_synchronisation() -> Iterator[None]:
 
 @pytest.mark.cuda
 def test_no_host_synchronisation_on_a_gpu() -> None:
-    """After a first batch has brought the constants there, CUDA is never waited for."""
+    """After the first batch, which sends the constants, the host never waits for CUDA."""
     device = torch.device("cuda")
     store = store_of()
     ops = Ops(WINDOWS, store)
@@ -498,7 +498,7 @@ def test_no_host_synchronisation_on_a_gpu() -> None:
     ids=["ragged", "floats", "erased"],
 )
 def test_obstacles(steps: list[Any], spec: dict[str, Any], reason: str) -> None:
-    """What a store on the device is not cut by is said."""
+    """The reason why a store on the device is not used is given for each step that prevents it."""
     plan = split_transform(v1.Compose(steps), form="pil")
     stored = SampleSpec(**{"dtype": "uint8", "form": "pil", **spec})
     assert re.search(reason, window_obstacle(plan, stored))
