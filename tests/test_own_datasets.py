@@ -17,7 +17,14 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
 from torch.utils.data import DataLoader as TorchLoader
 
 from conftest import FolderMaker
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, FastDataWarning, plan_transform
+from fastdata import (
+    CachedDataset,
+    CudaPrefetcher,
+    DataLoader,
+    FastDataWarning,
+    ImageFolder,
+    plan_transform,
+)
 from fastdata.loaders import fallbacks
 
 torchvision = pytest.importorskip("torchvision")
@@ -395,6 +402,17 @@ def test_an_index_that_items_have_already_is_not_overwritten() -> None:
             dataset[0]
         with pytest.raises(ValueError, match=r"return_index=True adds .* Rename it"):
             next(iter(DataLoader(dataset, batch_size=2)))
+
+
+def test_a_cache_of_a_dataset_with_its_index_is_another_one(
+    image_folder: FolderMaker, tmp_path: Path
+) -> None:
+    """A dataset of fastdata that adds the index of each sample has a cache of its own."""
+    root = image_folder(per_class=1)
+    for added in (False, True, False):
+        inner = ImageFolder(root, storage="none", return_index=added)
+        with CachedDataset(inner, cache_dir=tmp_path) as dataset:
+            assert dataset[1][1:] == ((1, 1) if added else (1,))
 
 
 def test_return_index_adds_the_index_of_samples_that_are_read_one_by_one() -> None:

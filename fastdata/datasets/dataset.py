@@ -347,7 +347,8 @@ class PreparedDataset(Dataset[Any]):
         kind = type(self)
         if not kind.__module__.startswith("fastdata.") or isinstance(source, KeptSamples):
             raise AttributeError(f"a {kind.__name__} is a subclass, or a copy in another process")
-        made = samples.stored.first_steps, samples.transforms
+        stored = samples.stored
+        made = stored.first_steps, samples.transforms, *["index"] * stored.options.return_index
         if isinstance(source, FileSource):
             return made, list(source.paths), list(source.targets), source.loader
         return made, vars(source)
