@@ -21,8 +21,11 @@ from fastdata.tools.diagnose import Diagnosis
 pytest.importorskip("matplotlib")
 torchvision = pytest.importorskip("torchvision")
 T = torchvision.transforms
+v2 = pytest.importorskip("torchvision.transforms.v2")
 
-LAST = [T.ToTensor(), T.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))]
+NORMALIZE = ((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+LAST = [T.ToTensor(), T.Normalize(*NORMALIZE)]
+LAST_OF_V2 = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*NORMALIZE)]
 
 
 class Colours:
@@ -46,8 +49,9 @@ def shown(figure: Any) -> tuple[list[np.ndarray], list[str]]:
     return images, [axis.get_title() for axis in figure.axes if axis.get_title()]
 
 
-def test_images_are_shown_before_normalize_with_their_classes() -> None:
-    with CachedDataset(Colours(), transform=T.Compose([T.RandomCrop(6), *LAST])) as dataset:
+@pytest.mark.parametrize("last", [LAST, LAST_OF_V2], ids=["v1", "v2"])
+def test_images_are_shown_before_normalize_with_their_classes(last: list[Any]) -> None:
+    with CachedDataset(Colours(), transform=T.Compose([T.RandomCrop(6), *last])) as dataset:
         before = torch.get_rng_state()
         images, titles = shown(dataset.show(4))
         assert torch.equal(torch.get_rng_state(), before)

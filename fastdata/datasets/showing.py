@@ -42,8 +42,7 @@ def show_batch(batch: Any, datasets: Sequence[Any], count: int) -> Any:
     lengths = [len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
     if not lengths:
         raise ValueError("the batch has no tensors, so no image can be shown")
-    shown = min(count, *lengths)
-    items = [_item_of(batch, number) for number in range(shown)]
+    items = [_item_of(batch, number) for number in range(min(count, *lengths))]
     return show_items(items, datasets[0])
 
 
@@ -76,8 +75,9 @@ def show_items(items: Sequence[Any], dataset: Any) -> Any:
         dataset: the dataset of the items. If its transform has a Normalize, images have the colours
             before it. Labels are shown as the names in its ``classes``.
     """
-    transform = getattr(dataset, "transform", None) or getattr(dataset, "transforms", None)
-    undo = _undo_normalize(transform)
+    undo = _undo_normalize(
+        getattr(dataset, "transform", None) or getattr(dataset, "transforms", None)
+    )
     classes = getattr(dataset, "classes", ())
     cells = [_cell(item, undo, classes) for item in items]
     images = max((len(cell.pictures) for cell in cells), default=0)
@@ -91,8 +91,7 @@ def _draw_grid(cells: Sequence[_Cell], images: int, cells_per_row: int) -> Any:
     """Return a figure of cells in rows, each as wide as ``images`` pictures."""
     rows = -(-len(cells) // cells_per_row)
     columns = cells_per_row * images
-    height_inches = rows * (_IMAGE_INCHES + _TITLE_INCHES)
-    figure = new_figure(columns * _IMAGE_INCHES, height_inches)
+    figure = new_figure(columns * _IMAGE_INCHES, rows * (_IMAGE_INCHES + _TITLE_INCHES))
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
@@ -191,7 +190,8 @@ def _undo_normalize(transform: Any) -> Callable[[Array], Array]:
         singles = flatten_transform(first_view)
     for step in reversed(singles):
         if known_name(step) in ("Normalize", "A.Normalize"):
-            normalize = getattr(step, "transform", step)
+            # albumentations' transforms are in a wrapper. Those of v2 have a method ``transform``.
+            normalize = step if hasattr(step, "mean") else step.transform
             mean = np.asarray(normalize.mean, np.float32)
             std = np.asarray(normalize.std, np.float32)
             return lambda image: image * std + mean
