@@ -39,8 +39,7 @@ def served_shapes(dataset: PreparedDataset) -> Int32s:
         stored = [kept.stores[column.part].shapes for column in columns]
     elif reader.programs:
         sizes_N2 = _file_sizes(reader.stored.samples, upright=reader.is_upright)
-        channels = reader.stored.samples.opening.channels
-        shapes_N3 = np.full((len(sizes_N2), 3), channels, np.int32)
+        shapes_N3 = np.full((len(sizes_N2), 3), reader.stored.samples.opening.channels, np.int32)
         shapes_N3[:, 1:] = sizes_N2
         stored = [shapes_N3] * len(columns)
     else:

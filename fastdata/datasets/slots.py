@@ -214,8 +214,8 @@ class _Packer(pickle.Pickler):
             if is_small and self._slot.offset_of(octets) is None:
                 return NotImplemented
             self._storages[storage.data_ptr()] = octets
-        layout = value.storage_offset(), tuple(value.shape), value.stride()
-        return _tensor, (octets, value.dtype, *layout)
+        size = tuple(value.shape)
+        return _tensor, (octets, value.dtype, value.storage_offset(), size, value.stride())
 
 
 def _tensor(

@@ -100,8 +100,9 @@ class TarSamples:
         self._columns = columns
         self._requests = Requests()
         self.is_remote = tars[0].place.is_remote
-        stats = repr([tar[1:] for tar in tars])
-        digest = hashlib.blake2b(stats.encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(
+            repr([tar[1:] for tar in tars]).encode(), digest_size=8
+        ).hexdigest()
         # The same in every run until a file changes: the cache of the samples is found by it.
         self._fastdata_identity = f"{len(tars)} files {digest}"
         # The headers are between the samples, so a tar behind a URL is read completely.
