@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from fastdata import CachedDataset, FastDataError, FastDataWarning, ImageFolder
+from fastdata import CachedDataset, FastDataWarning, ImageFolder
 from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError
 from fastdata.machine import limits
 from fastdata.pixels.samples import SampleSpec
@@ -192,8 +193,8 @@ def test_a_source_without_one_good_sample_is_an_error() -> None:
         cached(Failing(30, set(range(30))), on_error="skip")
 
 
-def test_samples_of_another_type_are_bad_samples() -> None:
-    """A float sample among int16 ones, and one with more dimensions among ragged ones, are named."""
+def test_samples_of_another_type_are_bad_samples(tmp_path: Any) -> None:
+    """A float sample among int16 ones, and one with more dimensions among ragged ones, are named or left out."""
     samples = dense(40)
     samples[9] = (np.zeros((2, 3), np.float32), 0)
     with pytest.raises(
@@ -203,10 +204,13 @@ def test_samples_of_another_type_are_bad_samples() -> None:
         cached(samples)
     samples = ragged(40)
     samples[9] = (np.zeros((2, 3, 4), np.int16), 0)
-    with pytest.raises(
-        FastDataError, match=r"has shape .*, but those before it have \d dimensions"
-    ):
-        cached(samples)
+    options = {"cache_dir": tmp_path, "cache_key": "k", "shard_bytes": 32}
+    for make in (cached, partial(CachedDataset.build_cache, **options)):
+        problem = r"^sample 9 .*it has 3 dimensions, but other samples have 2"
+        with pytest.raises(SampleError, match=problem):
+            make(samples)
+        with pytest.warns(match="1 of 40 samples"):
+            make(samples, on_error="skip").close()
 
 
 def test_ragged_samples_beyond_the_budget_stop_the_fill() -> None:

@@ -25,7 +25,7 @@ Decoder: TypeAlias = "Codec | SourceDecoder"
 
 
 class ShapesDifferError(FastDataError, ValueError):
-    """A sample does not have the shape that the others have."""
+    """A sample does not have the shape that the probed samples have; see ``write_any_shapes``."""
 
 
 class Store:

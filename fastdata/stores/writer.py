@@ -148,10 +148,9 @@ class Writer:
             shape: shape of the prepared sample, if it is known before the file is decoded.
 
         Raises:
-            TypeError: the samples have another dtype or form than the others.
+            TypeError: the samples have another dtype, form or number of dimensions than the others.
             MemoryBudgetError: the samples do not fit within the limit.
-            ShapesDifferError: the samples do not have the common shape, or have another number of
-                dimensions than the others.
+            ShapesDifferError: the plan has a common shape, which the samples do not have.
             CacheError: the disk is full.
         """
         plan = self.plan
@@ -170,10 +169,11 @@ class Writer:
             if plan.coder is not None:
                 encoded = plan.coder.encode(data[0, ...])  # data[0] may be a scalar
                 data = np.frombuffer(encoded, np.uint8)[None]
-        if spec.shape not in (None, shape) or len(shape) != plan.dimensions:
-            others = spec.shape or f"{plan.dimensions} dimensions"
-            raise ShapesDifferError(
-                f"sample {row} has shape {shape}, but those before it have {others}; let the "
+        if spec.shape not in (None, shape):
+            raise ShapesDifferError
+        if len(shape) != plan.dimensions:
+            raise TypeError(
+                f"it has {len(shape)} dimensions, but other samples have {plan.dimensions}; let the "
                 "dataset, your loader= or prepare= of CachedDataset return the same number of "
                 "dimensions for all samples"
             )
