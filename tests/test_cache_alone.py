@@ -362,7 +362,7 @@ def test_files_as_they_are_need_their_dataset(image_folder: Folder) -> None:
     """With codec source the cache needs its dataset, because only that can prepare the files."""
     cache = build(image_folder(size=(13, 11)), codec="source")
     with pytest.raises(
-        CacheError, match=r"Unchanged image files.* open that, with cache_dir="
+        CacheError, match=r"Unchanged image files.* Make that dataset again with cache_dir="
     ) as caught:
         CachedDataset.from_cache(cache)
     assert repr(str(cache)) in str(caught.value)
@@ -385,7 +385,7 @@ def test_a_users_own_codec_needs_its_dataset(tmp_path: Path) -> None:
     cache = build_of([(torch.zeros(1, 2, 2), 0)], tmp_path, codec=Plain())
     with pytest.raises(
         CacheError,
-        match=r"codec 'plain', format None.* with cache_dir=.* and codec=",
+        match=r"codec 'plain', format None.* with cache_dir=.* and the same codec=",
     ):
         CachedDataset.from_cache(cache)
 

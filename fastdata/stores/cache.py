@@ -359,8 +359,8 @@ def _coder_of(place: Place, part: StoredPart, known: Sequence[Decoder | None]) -
         raise CacheError(
             f"{place} cannot be opened on its own: {unknown}. Unchanged image files, and samples "
             "that your own codec object has encoded, need the dataset that the cache was made "
-            f"from. Make it again with cache_dir={place.url.rpartition('/')[0]!r} and the same "
-            "codec=, transform= and loader=."
+            f"from. Make that dataset again with cache_dir={place.url.rpartition('/')[0]!r} and "
+            "the same codec=, transform= and loader=."
         ) from unknown
 
 
