@@ -1,8 +1,8 @@
-"""What keeps the prefetcher right, deleted one at a time: the scenarios must see each.
+"""The lines that keep the prefetcher right, deleted one at a time: some scenario must fail for each.
 
     python tests/mutants.py [NAME ...]
 
-A wait, record, hold or bound whose mutant nobody sees is not needed, or not tested.
+If no scenario finds a mutant, its line is not needed or not tested.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCHEDULES = 200
 
 @dataclass(frozen=True)
 class Mutant:
-    """``old``, which stands in the file once, becomes ``new``; ``scenarios`` are tried first."""
+    """A change of one file: ``old``, which is in it once, becomes ``new``; ``scenarios`` are tried first."""
 
     name: str
     file: str
@@ -471,7 +471,7 @@ MUTANTS = [
 
 
 def mutated(mutant: Mutant) -> str:
-    """The source of its file, changed."""
+    """Return the changed source of a mutant's file."""
     import fastdata
 
     source = (Path(fastdata.__file__).parent / mutant.file).read_text("utf-8")
@@ -482,7 +482,7 @@ def mutated(mutant: Mutant) -> str:
 
 
 def is_caught(mutant: Mutant) -> str:
-    """What sees it, in a process of its own; empty if nothing does."""
+    """Return the error that finds a mutant, in a separate process; empty if none does."""
     source = mutated(mutant)  # an error of its own is nothing that the scenarios see
     reader, writer = os.pipe()
     pid = os.fork()

@@ -32,7 +32,7 @@ BATCHES = 5
 
 
 class WrongError(AssertionError):
-    """What the loop saw is not what the loader gave."""
+    """The loop read other values than the loader gave."""
 
 
 def scenario(function: Scenario) -> Scenario:
@@ -41,7 +41,7 @@ def scenario(function: Scenario) -> Scenario:
 
 
 def run(name: str, seed: int, *, ordered: bool = False, driver: str = "") -> list[str]:
-    """Run one schedule of a scenario; what was seen to be wrong."""
+    """Run one schedule of a scenario, and return the errors that were found."""
     sim = Sim(seed, devices=2 if name == "second_device" else 1, ordered=ordered)
     sim.driver = driver or sim.driver
     found: list[str] = []
@@ -75,7 +75,7 @@ def fresh(count: int = BATCHES, size: tuple[int, ...] = (3, 5)) -> list[Any]:
 
 
 class Making:
-    """A loader that makes each batch when it is asked for it, and keeps none."""
+    """A loader that makes each batch when it is requested, and keeps none."""
 
     def __init__(self, right: list[Any], make: Callable[[Any], Any] | None = None) -> None:
         self.right = right
@@ -86,7 +86,7 @@ class Making:
 
 
 class Taking:
-    """``for batch in batches``, that knows when the loop is inside ``next``."""
+    """An iterator over batches that records when the loop is inside ``next``."""
 
     def __init__(self, sim: Sim, batches: Any) -> None:
         self.sim, self.iterator = sim, iter(batches)
@@ -109,7 +109,7 @@ def prefetcher(sim: Sim, loader: Any, **options: Any) -> CudaPrefetcher:
 
 
 def consume(sim: Sim, batches: Any, at_most: int = -1) -> list[Any]:
-    """What late kernels make of each batch, which is dropped at once, or one later."""
+    """Return copies of all batches, made by late kernels; a batch is dropped at once, or after the next one."""
     made: list[Any] = []
     held: list[Any] = []
     keeps = rng(sim).choice((0, 0, 1))
@@ -148,7 +148,7 @@ def check(made: list[Any], right: list[Any]) -> None:
 
 @scenario
 def staged(sim: Sim) -> None:
-    """Ordinary memory, copied to pinned memory; two epochs, one stream, few events."""
+    """Copy ordinary memory to pinned memory first: two epochs, one stream, few events."""
     right = fresh()
     with prefetcher(sim, Making(right)) as batches:
         for _ in range(2):
@@ -161,7 +161,7 @@ def staged(sim: Sim) -> None:
 
 @scenario
 def growing(sim: Sim) -> None:
-    """Each batch needs more pinned memory than the one before, or less."""
+    """Batches need more or less pinned memory than the ones before."""
     right = [(torch.full((n, 7), float(n)), torch.arange(n)) for n in (2, 300, 3, 700, 40)]
     with prefetcher(sim, Making(right)) as batches:
         check(consume(sim, batches), right)
@@ -169,7 +169,7 @@ def growing(sim: Sim) -> None:
 
 @scenario
 def pinned_by_the_loader(sim: Sim) -> None:
-    """Memory that torch hands out again once it knows of no copy from it, and a part of it with gaps."""
+    """Memory that torch reuses when no known copy reads it, and a part of it with gaps."""
     right = fresh()
 
     def make(batch: Any) -> Any:
@@ -226,7 +226,7 @@ def mixed(batch: Any) -> Any:
 
 @functools.cache
 def expected_of(steps: str, mix: Any = None) -> list[Any]:
-    """What the CPU makes; a mix is called on each batch."""
+    """Return the CPU's batches; a mix is called on each."""
     collate_fn = None if mix is None else lambda batch: mix(batch)
     loader = DataLoader(dataset_of("shared", steps), 4, collate_fn=collate_fn)
     loader.set_epoch(2)
@@ -250,7 +250,7 @@ def prepare() -> None:
 
 
 def forget() -> None:
-    """Give back what ``prepare`` has made."""
+    """Free everything that ``prepare`` made."""
     for storage, steps in itertools.product(("shared", "device"), STEPS):
         dataset_of(storage, steps).close()
     for made in (loader_of, expected_of, dataset_of):
@@ -258,7 +258,7 @@ def forget() -> None:
 
 
 def left_in_the_middle(sim: Sim, workers: int) -> None:
-    """Leave four epochs of a loader that gathers into pinned slots, and check their batches at the end."""
+    """Leave four epochs of a loader with a pinned ring in the middle, and check all their batches at the end."""
     loader, right = loader_of("shared", "none", workers), expected_of("none")
     with prefetcher(sim, loader) as batches:
         kept = []
@@ -291,19 +291,19 @@ def ours(
 
 @scenario
 def gathered(sim: Sim) -> None:
-    """Fastdata's loader gathers into pinned slots, which are read in place."""
+    """Threads of the loader write batches to pinned slots, from which they are copied to the device."""
     ours(sim, "shared", "none", "auto", epochs=2)
 
 
 @scenario
 def gathered_anew(sim: Sim) -> None:
-    """The slots of epochs that are left in the middle are filled again by the next."""
+    """Slots of epochs that were left in the middle are filled again by the next epoch."""
     left_in_the_middle(sim, workers=0)
 
 
 @scenario
 def gathered_by_threads(sim: Sim) -> None:
-    """The loop queues the copies of what threads have gathered, and has no thread for it."""
+    """The loop queues copies of batches that threads read; the prefetcher has no thread."""
     ours(sim, "shared", "none", "auto", epochs=2, workers=2)
     if len(sim.streams) != 2:
         sim.violation(f"{len(sim.streams) - 1} side streams were made")
@@ -311,13 +311,13 @@ def gathered_by_threads(sim: Sim) -> None:
 
 @scenario
 def left_while_threads_gather(sim: Sim) -> None:
-    """The slots of epochs that are left in the middle are filled again by the threads of the next."""
+    """Slots of epochs that were left in the middle are filled again by threads of the next epoch."""
     left_in_the_middle(sim, workers=2)
 
 
 @scenario
 def ops_behind_threads(sim: Sim) -> None:
-    """Crop, flip and Normalize on the side stream, queued by the loop, which is in inference mode now and then."""
+    """Crop, flip and Normalize on the side stream; the loop queues them, sometimes in inference mode."""
     loader, right = loader_of("shared", "crop", 2), expected_of("crop")
     made = []
     with prefetcher(sim, loader, batch_ops="device") as batches:
@@ -338,7 +338,7 @@ def ops_behind_threads(sim: Sim) -> None:
 
 @scenario
 def streams_and_threads(sim: Sim) -> None:
-    """The loop works on streams of its own, another one in the second epoch, and has threads gather."""
+    """The loop uses its own stream, another one in the second epoch, and threads read the batches."""
     loader, right = loader_of("shared", "none", 2), expected_of("none")
     with prefetcher(sim, loader) as batches:
         for stream in [torch.cuda.Stream() for _ in range(2)]:
@@ -350,7 +350,7 @@ def streams_and_threads(sim: Sim) -> None:
 
 @scenario
 def failing_threads(sim: Sim) -> None:
-    """Some batches fail on the device; the others come in their places, and none is read behind a failure."""
+    """Some batches fail on the device; the others come in order, and nothing is read after a failure."""
     loader, right = loader_of("shared", "none", 2), expected_of("none")
     loader.set_epoch(2)
     bad = {rng(sim).randrange(4) for _ in range(2)}
@@ -390,7 +390,7 @@ def ops_on_the_device(sim: Sim) -> None:
 
 @scenario
 def mixed_on_the_device(sim: Sim) -> None:
-    """uint8 crosses the bus, and is converted and mixed in the prefetcher's thread, by what the host has drawn."""
+    """uint8 is sent, and the prefetcher's thread converts and mixes it; the host has made the draws."""
     ours(sim, "shared", "crop", "device", epochs=2, mix=mixed)
     images_bytes, numbers_bytes = 2 * 16 * 3 * 7 * 5, 2 * 16 * 8
     if sum(sim.sent) > images_bytes + numbers_bytes + 8 * 64 + 24:  # and draws of each batch
@@ -399,7 +399,7 @@ def mixed_on_the_device(sim: Sim) -> None:
 
 @scenario
 def store_on_the_device(sim: Sim) -> None:
-    """The samples lie on the device, copied there in chunks, once."""
+    """All samples are on the device, copied there once, in chunks."""
     before, resident.CHUNK_BYTES = (
         resident.CHUNK_BYTES,
         144 * rng(sim).choice((1, 7, 100)),
@@ -415,7 +415,7 @@ def store_on_the_device(sim: Sim) -> None:
 
 @scenario
 def store_and_streams(sim: Sim) -> None:
-    """Batches that are cut together are taken on several streams; the copy of the store goes with the prefetcher."""
+    """Batches that were cut together are taken on several streams; the copy of the store ends with the prefetcher."""
     loader, right = loader_of("device", "crop", 0), expected_of("crop")
     streams = [torch.cuda.Stream() for _ in range(2)]
     made = []
@@ -443,7 +443,7 @@ def store_and_streams(sim: Sim) -> None:
 
 @scenario
 def store_on_another_stream(sim: Sim) -> None:
-    """An epoch has another stream than the one before, which copied the samples and was left at its start."""
+    """An epoch has another stream than the first one, which copied the samples and was left at its start."""
     loader = loader_of("device", "none", 0)
     with prefetcher(sim, loader) as batches:
         loader.set_epoch(2)
@@ -457,7 +457,7 @@ def store_on_another_stream(sim: Sim) -> None:
 
 @scenario
 def store_and_inference(sim: Sim) -> None:
-    """Batches that are cut in inference mode, with others that it is over for, can all be trained on."""
+    """Batches that are cut together, some of them requested in inference mode, can all be trained on."""
     loader, right = loader_of("device", "crop", 0), expected_of("crop")
     loader.set_epoch(2)
     made = []
@@ -474,7 +474,7 @@ def store_and_inference(sim: Sim) -> None:
 
 @scenario
 def state_before_the_first_batch(sim: Sim) -> None:
-    """A state that is taken while the first batch is made begins with that batch, whatever was read ahead."""
+    """A state saved while the first batch is made begins with that batch, whatever was read ahead."""
     for storage in ("shared", "device"):
         loader = loader_of(storage, "crop", 0)
         loader.set_epoch(2)
@@ -496,7 +496,7 @@ def state_before_the_first_batch(sim: Sim) -> None:
 
 @scenario
 def bounds(sim: Sim) -> None:
-    """The copy of batch i waits for the loop's work on batch i - depth - 1; depth + 3 batches is all that is there."""
+    """The copy of batch i waits for the loop's work on batch i - depth - 1; at most depth + 3 batches exist."""
     right = fresh(10, (64, 16))
     left: list[int] = []
     with prefetcher(sim, Making(right)) as batches:
@@ -525,7 +525,7 @@ def bounds(sim: Sim) -> None:
 
 @scenario
 def bounds_without_a_thread(sim: Sim) -> None:
-    """The same where the loop queues the copies: it waits for the device if it must, with ``depth`` steps queued."""
+    """The same if the loop queues the copies: it waits for the device only with ``depth`` steps queued."""
     loader = DataLoader(dataset_of("shared", "none"), 1, num_workers=2)
     left: list[int] = []
     steps: list[int] = []  # places in the loop's stream behind each step
@@ -565,7 +565,7 @@ def bounds_without_a_thread(sim: Sim) -> None:
 
 @scenario
 def transform(sim: Sim) -> None:
-    """It reads what the loop has just made; what it makes is the loop's to keep; some batches fail in it."""
+    """The transform reads memory that the loop has just written, the loop keeps its results, and some batches fail."""
     right = fresh(8)
     weight = torch.zeros(5, device=torch.device("cuda"))
     bad = {rng(sim).randrange(8) for _ in range(2)}
@@ -599,7 +599,7 @@ def transform(sim: Sim) -> None:
 
 
 class Held:
-    """A batch class of the user's own."""
+    """A user's own batch class."""
 
     def __init__(self, images: Any, labels: Any) -> None:
         self.images = images
@@ -610,7 +610,7 @@ class Held:
 
 
 class Slotted:
-    """A batch class without ``__dict__``, whose attribute's name is mangled."""
+    """A batch class without ``__dict__``, with a mangled attribute name."""
 
     __slots__ = ("__inner",)
 
@@ -667,7 +667,7 @@ class Moving(Held):
 
 @scenario
 def moving_objects(sim: Sim) -> None:
-    """Objects go by their own ``pin_memory`` and ``to``; their images lie in slots that are filled again."""
+    """Objects are moved by their own ``pin_memory`` and ``to``; their images are in slots that are filled again."""
     right = expected_of("none")
     loader = DataLoader(
         dataset_of("shared", "none"), 4, collate_fn=lambda samples: Moving(*collate(samples))
@@ -688,7 +688,7 @@ def moving_objects(sim: Sim) -> None:
 
 @scenario
 def made_on_the_device(sim: Sim) -> None:
-    """A loader makes batches on the device, as its threads do: on the default stream, and keeps none."""
+    """A loader makes batches on the device, on the default stream as its threads do, and keeps none."""
     right = fresh(8)
 
     def make(batch: Any) -> Any:
@@ -712,7 +712,7 @@ def made_on_the_device(sim: Sim) -> None:
 
 @scenario
 def own_stream(sim: Sim) -> None:
-    """The loop works on a stream of its own, another one in the second epoch."""
+    """The loop uses its own stream, another one in the second epoch."""
     right = fresh()
     streams = [torch.cuda.Stream() for _ in range(2)]
     with prefetcher(sim, Making(right)) as batches:
@@ -724,7 +724,7 @@ def own_stream(sim: Sim) -> None:
 
 @scenario
 def second_device(sim: Sim) -> None:
-    """The prefetcher's device is not the current one, and no other one is opened."""
+    """The prefetcher's device is not the current one, and no context is made on any other."""
     right = fresh()
     made = prefetcher(sim, Making(right), device="cuda:1", transform=lambda batch: batch)
     with made as batches, torch.cuda.device(1):
@@ -735,7 +735,7 @@ def second_device(sim: Sim) -> None:
 
 @scenario
 def capture(sim: Sim) -> None:
-    """The loop captures graphs in the middle of an epoch."""
+    """The loop captures graphs during an epoch."""
     right = fresh(8)
     made = []
     with prefetcher(sim, Making(right)) as batches:
@@ -777,7 +777,7 @@ def capture_beside_loader_threads(sim: Sim) -> None:
 
 @scenario
 def broken_off(sim: Sim) -> None:
-    """Epochs that are left in the middle, by a thread that ends in time or does not; then whole ones, side by side."""
+    """Epochs are left in the middle, and their thread ends in time or not; then two whole ones run side by side."""
     assert isinstance(sim.scheduler, Schedule)
     right = fresh()
     sim.scheduler.joins_time_out = rng(sim).random() < 0.5
@@ -797,7 +797,7 @@ def broken_off(sim: Sim) -> None:
 
 @scenario
 def closed_while_the_loop_waits(sim: Sim) -> None:
-    """Another thread closes the prefetcher of a loop that waits for a stuck loader, and gives up waiting for that."""
+    """Another thread closes the prefetcher while the loop waits for a stuck loader, and stops waiting for it."""
     assert isinstance(sim.scheduler, Schedule)
     scheduler, right = sim.scheduler, fresh(9)
     is_stuck = rng(sim).random() < 0.7
@@ -828,7 +828,7 @@ def closed_while_the_loop_waits(sim: Sim) -> None:
 
 @scenario
 def closed_while_threads_read(sim: Sim) -> None:
-    """Another thread closes the prefetcher of a loop that waits for threads, or is queueing copies."""
+    """Another thread closes the prefetcher while the loop waits for threads, or queues copies."""
     assert isinstance(sim.scheduler, Schedule)
     scheduler, right = sim.scheduler, expected_of("none")
     loader = loader_of("shared", "none", 2)
@@ -857,7 +857,7 @@ def closed_while_threads_read(sim: Sim) -> None:
 
 @scenario
 def lost_device_behind_threads(sim: Sim) -> None:
-    """The loop is told, the threads end, nothing hangs."""
+    """If the device is lost, the loop gets the error, the threads end, and nothing hangs."""
     loader = DataLoader(dataset_of("shared", "none"), 1, num_workers=2)
     batches = prefetcher(sim, loader)
     taking = Taking(sim, batches)
@@ -880,7 +880,7 @@ def lost_device_behind_threads(sim: Sim) -> None:
 
 @scenario
 def lost_device(sim: Sim) -> None:
-    """The loop is told, the thread ends, nothing hangs."""
+    """If the device is lost, the loop gets the error, the thread ends, and nothing hangs."""
     batches = prefetcher(sim, Making(fresh(12)))
     taking = Taking(sim, batches)
     next(taking)
@@ -902,7 +902,7 @@ def lost_device(sim: Sim) -> None:
 
 
 def main() -> None:
-    """``python scenarios.py NAME SEED`` runs one schedule."""
+    """Run one schedule: ``python scenarios.py NAME SEED``."""
     prepare()
     name, seed = sys.argv[1:]
     with contextlib.suppress(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""What torch's documentation says of its DataLoader, asked of torch's and of ours."""
+"""The documented behaviour of torch's DataLoader, checked with torch's loader and with ours."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ EVERY_ENGINE = pytest.mark.parametrize(
 
 
 def _plain(value: Any) -> Any:
-    """A batch as values that compare: tensors with their type, containers with theirs."""
+    """Return a batch as values that can be compared: tensors and containers with their types."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.tolist()
     if isinstance(value, dict):
@@ -77,7 +77,7 @@ def _outcome(act: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 def _torchs(engine: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of torch's loader for one of our engines."""
+    """Return the arguments of torch's loader that correspond to one of our engines."""
     return {name: value for name, value in engine.items() if name != "workers"}
 
 
@@ -101,7 +101,7 @@ def _same(
 
 
 class Unsized:
-    """A batch sampler that is no Sampler and has no length."""
+    """A batch sampler that is not a ``Sampler`` and has no length."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter([[3, 1], [0], [4, 4, 2]])
@@ -156,20 +156,20 @@ def test_a_batch_of_no_samples_is_an_error(engine: dict[str, Any]) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "threads"])
 def test_every_order_is_torchs(engine: dict[str, Any], order: str) -> None:
-    """For a seed two epochs are torch's, batch for batch, and so is the state of torch's generator after them."""
+    """For one seed, two epochs are torch's, batch by batch, and so is the state of torch's generator afterwards."""
     _same(Numbers(), engine, ORDERS[order])
 
 
 @pytest.mark.parametrize("order", ["shuffled", "generator", "unsized batches"])
 def test_orders_are_torchs_in_worker_processes(order: str) -> None:
-    """Worker processes get the same batches in the same order."""
+    """With worker processes the batches are the same, in the same order."""
     _same(Numbers(), PROCESSES, ORDERS[order])
 
 
 @pytest.mark.parametrize("order", ["shuffled", "generator", "weighted"])
 @pytest.mark.parametrize("engine", [THREADS, PROCESSES], ids=["threads", "processes"])
 def test_orders_of_persistent_workers_are_torchs(engine: dict[str, Any], order: str) -> None:
-    """Workers that persist, threads too, are seeded once: the order of each later epoch is torch's as well."""
+    """Persistent workers and threads are seeded once, and the order of every later epoch is torch's."""
     _same(Numbers(), engine, lambda: {**ORDERS[order](), "persistent_workers": True}, epochs=3)
 
 
@@ -181,14 +181,14 @@ def test_samples_of_every_kind_are_collated_alike(engine: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("engine", [INLINE, PROCESSES], ids=["inline", "processes"])
 def test_batch_size_none_gives_converted_samples(engine: dict[str, Any]) -> None:
-    """Without automatic batching samples come one by one, arrays turned into tensors and the rest kept."""
+    """With batch_size=None samples come one by one: arrays become tensors, everything else is unchanged."""
     (_, samples), *_ = [_same(Structures(3), engine, lambda: {"batch_size": None}, epochs=1)[1][0]]
     assert samples[2]["text"] == "xx"
 
 
 @EVERY_ENGINE
 def test_a_collate_function_gets_torchs_list(engine: dict[str, Any]) -> None:
-    """A collate_fn of the user's sees a list of samples, and what it returns is the batch."""
+    """The user's own collate_fn gets a list of samples, and its result is the batch."""
     _same(Numbers(), engine, lambda: {"batch_size": 4, "collate_fn": repr}, epochs=1)
 
 
@@ -197,7 +197,7 @@ def test_a_collate_function_gets_torchs_list(engine: dict[str, Any]) -> None:
     "options", [{}, {"batch_size": 3}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}]
 )
 def test_a_stream_is_shared_by_its_workers(num_workers: int, options: dict[str, Any]) -> None:
-    """An IterableDataset that asks get_worker_info() gives torch's batches, each sample once."""
+    """An IterableDataset that uses get_worker_info() gives torch's batches, each sample once."""
     _same(Stream(), {"num_workers": num_workers}, lambda: options)
 
 
@@ -205,7 +205,7 @@ def test_a_stream_is_shared_by_its_workers(num_workers: int, options: dict[str, 
     "options", [{}, {"persistent_workers": True}, {"worker_init_fn": mark_worker}], ids=shown
 )
 def test_worker_processes_are_torchs(options: dict[str, Any]) -> None:
-    """Workers know their id and number, run worker_init_fn with it once, and persist between epochs only if asked."""
+    """Workers have their id and number, run worker_init_fn once, and persist only if the user chose that."""
 
     def readers(loader: Any) -> tuple[Any, bool]:
         epochs = [
@@ -223,7 +223,7 @@ def test_worker_processes_are_torchs(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"generator": 5}], ids=shown)
 def test_workers_are_seeded_as_torchs(options: dict[str, Any]) -> None:
-    """torch, random and NumPy draw in each worker, in two epochs, what they draw in torch's."""
+    """In each worker, torch, random and NumPy draw the same numbers as in torch's loader, in two epochs."""
 
     def make() -> dict[str, Any]:
         generator = (
@@ -236,7 +236,7 @@ def test_workers_are_seeded_as_torchs(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_start_methods(method: str) -> None:
-    """Every way to start processes serves the batches of the training loop; names and contexts are taken."""
+    """Every start method, by name or context, gives the batches of the training loop."""
     context = multiprocessing.get_context(method) if method == "fork" else method
     loader = DataLoader(Structures(4), batch_size=2, num_workers=1, multiprocessing_context=context)
     assert _plain(list(loader)) == _plain(list(TorchLoader(Structures(4), batch_size=2)))
@@ -244,7 +244,7 @@ def test_start_methods(method: str) -> None:
 
 
 class Drawn(Sampler[int]):
-    """An order that counts how far it was drawn."""
+    """A sampler that counts how many indices were drawn."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -260,7 +260,7 @@ class Drawn(Sampler[int]):
 def test_prefetch_factor(
     engine: dict[str, Any], prefetch_factor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many batches are read ahead as in torch: prefetch_factor per worker, and one more for each that is taken."""
+    """As many batches are read ahead as in torch: prefetch_factor for each worker, and one for each that is taken."""
     monkeypatch.setattr(limits, "usable_cores", lambda: 2)
     options = {"prefetch_factor": prefetch_factor} if engine["num_workers"] else {}
 
@@ -278,7 +278,7 @@ def test_prefetch_factor(
 
 @pytest.mark.parametrize("engine", [THREADS, PROCESSES], ids=["threads", "processes"])
 def test_a_timeout_raises_torchs_error_and_loses_no_batch(engine: dict[str, Any]) -> None:
-    """A batch that is late raises torch's error; it is handed over when it is asked for again."""
+    """A late batch raises torch's error, and the next call of ``next`` returns it."""
 
     def late(loader_class: Any, arguments: dict[str, Any]) -> Any:
         release = multiprocessing.get_context("fork").Event()
@@ -298,7 +298,7 @@ def test_a_timeout_raises_torchs_error_and_loses_no_batch(engine: dict[str, Any]
 )
 @pytest.mark.parametrize("loader_class", [DataLoader, TorchLoader])
 def test_out_of_order_batches_do_not_wait(loader_class: Any) -> None:
-    """With in_order=False worker processes hand over what is ready while an earlier batch is still read."""
+    """With in_order=False, finished batches arrive while an earlier one is still being read."""
     release = multiprocessing.get_context("fork").Event()
     iterator = iter(loader_class(Waiting(release), num_workers=2, in_order=False))
     first = next(iterator).item()
@@ -308,7 +308,7 @@ def test_out_of_order_batches_do_not_wait(loader_class: Any) -> None:
 
 
 def test_a_state_out_of_order_only_counts() -> None:
-    """With in_order=False a state warns that it is not exact, and counts the batches handed over."""
+    """With in_order=False a state warns that it is not exact, and counts the batches that arrived."""
     release = multiprocessing.get_context("fork").Event()
     loader = DataLoader(Waiting(release), num_workers=2, in_order=False)
     iterator = iter(loader)
@@ -350,7 +350,7 @@ def test_a_state_out_of_order_only_counts() -> None:
     ids=shown,
 )
 def test_what_torch_refuses_is_refused(options: dict[str, Any]) -> None:
-    """Constructor errors have torch's type and words."""
+    """Errors of the constructor have torch's type and text."""
     arguments = {"dataset": Numbers(), **options}
     ours, theirs = (
         _outcome(lambda: DataLoader(**arguments)),
@@ -364,7 +364,7 @@ def test_what_torch_refuses_is_refused(options: dict[str, Any]) -> None:
     "options", [{"timeout": 3}, {"num_workers": 2, "prefetch_factor": 0}], ids=shown
 )
 def test_what_torch_refuses_to_iterate_is_no_empty_epoch(options: dict[str, Any]) -> None:
-    """Arguments that torch's loader takes and its iterators do not make no difference to threads."""
+    """Arguments that only torch's iterators refuse do not matter to threads."""
     loader = DataLoader(Numbers(), workers="thread", **options)
     assert len(list(loader)) == len(loader)
 
@@ -376,7 +376,7 @@ def test_what_torch_refuses_to_iterate_is_no_empty_epoch(options: dict[str, Any]
 def test_an_exception_of_the_dataset(
     engine: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    """An exception has torch's type and, in processes, its words with worker and traceback; threads keep its own."""
+    """An exception has torch's type; from processes it has torch's text with the traceback, from threads its own."""
 
     def failed(loader_class: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
         iterator = iter(loader_class(Failing(error, words), batch_size=2, **arguments))
@@ -397,14 +397,14 @@ def test_an_exception_of_the_dataset(
 
 
 def _end(iterator: Any) -> None:
-    """End torch's workers here; left to the garbage collector, each would take 5 s."""
+    """End torch's workers here: each would take 5 s in the garbage collector."""
     if type(iterator) is _MultiProcessingDataLoaderIter:
         iterator._shutdown_workers()
 
 
 @EVERY_ENGINE
 def test_a_caught_exception_keeps_nothing_alive(engine: dict[str, Any]) -> None:
-    """Threads and processes end as soon as the iterator is dropped, also after an exception; no cycle holds it."""
+    """Threads and processes end with a dropped iterator, also after an exception: there is no reference cycle."""
     iterator = iter(DataLoader(Failing(ValueError, "bad"), batch_size=5, **engine))
     gc.disable()
     try:
@@ -467,7 +467,7 @@ def test_lengths_are_torchs(options: dict[str, Any]) -> None:
     ids=shown,
 )
 def test_warnings_are_torchs(options: dict[str, Any]) -> None:
-    """Too many workers, pinning without a device and a stream longer than it said are warned of as in torch."""
+    """Too many workers, pinning without a device, and a stream longer than its length warn as in torch."""
 
     def epoch(loader_class: Any) -> Any:
         loader = loader_class(**{"dataset": Numbers(3), **options})
@@ -481,7 +481,7 @@ def test_warnings_are_torchs(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset"])
 def test_what_makes_batches_cannot_be_changed(name: str) -> None:
-    """Setting what decided the batches is refused with torch's words."""
+    """Assigning attributes that decided the batches raises torch's error."""
     outcomes = [
         _outcome(lambda each=each: setattr(each(Numbers()), name, 3))
         for each in (DataLoader, TorchLoader)
@@ -491,7 +491,7 @@ def test_what_makes_batches_cannot_be_changed(name: str) -> None:
 
 
 def test_every_argument_is_an_attribute() -> None:
-    """A loader can be made again from its attributes, as Lightning does."""
+    """A loader can be made from another one's attributes, as Lightning does."""
     with CachedDataset([(torch.zeros(1, 2, 2), i) for i in range(5)]) as dataset:
         loader = DataLoader(
             dataset, batch_size=2, num_workers="auto", workers="thread", prefetch_factor=3
@@ -515,7 +515,7 @@ def test_every_argument_is_an_attribute() -> None:
 def test_a_used_loader_can_be_copied(
     engine: dict[str, Any], duplicate: Callable[[Any], Any]
 ) -> None:
-    """A copy, deep or pickled, of a loader that has served an epoch serves the next."""
+    """A deep or pickled copy of a loader after an epoch gives the next one."""
     loader = DataLoader(Numbers(), batch_size=4, **engine)
     whole = _plain(list(loader))
     assert _plain(list(duplicate(loader))) == whole
@@ -523,7 +523,7 @@ def test_a_used_loader_can_be_copied(
 
 @pytest.mark.parametrize("loader_class", [DataLoader, TorchLoader])
 def test_there_is_no_worker_in_the_training_loop(loader_class: Any) -> None:
-    """get_worker_info() is None where batches are handed over."""
+    """get_worker_info() is None in the training loop."""
     for _ in loader_class(Numbers(2), num_workers=1):
         assert get_worker_info() is None
 
@@ -546,7 +546,7 @@ def test_a_generator_made_from_torchs_draws_alike_in_any_thread() -> None:
 
 
 def test_threads_are_no_workers_to_the_dataset() -> None:
-    """In threads get_worker_info() is None too, and worker_init_fn is not called."""
+    """In threads get_worker_info() is None, and worker_init_fn is not called."""
     seen: list[Any] = []
 
     class Asking(Numbers):
@@ -561,7 +561,7 @@ def test_threads_are_no_workers_to_the_dataset() -> None:
 
 @EVERY_ENGINE
 def test_a_subclasses_own_iterators_are_iterated(engine: dict[str, Any]) -> None:
-    """``iter`` asks ``_get_iterator``, as torch's does: that of a subclass, and our own gives our own engine."""
+    """``iter`` calls ``_get_iterator``, as torch's does, also that of a subclass."""
     taken: list[Any] = []
 
     class Noting(DataLoader[int]):
@@ -579,7 +579,7 @@ def test_a_subclasses_own_iterators_are_iterated(engine: dict[str, Any]) -> None
 
 
 def test_a_torch_whose_loader_has_two_type_variables_is_imported(fresh: Interpreters) -> None:
-    """PyTorch after 2.13 subscripts its DataLoader by sample and batch; so may be ours, there."""
+    """After PyTorch 2.13 a DataLoader takes two type arguments, and so does ours."""
     script = """
         from typing import Any, Generic, TypeVar
         import torch
