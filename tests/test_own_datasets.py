@@ -466,6 +466,8 @@ def test_a_loader_says_once_how_items_are_read_only_once(
         warnings.simplefilter("error")
         iter(DataLoader(Pictures(transform=RANDOM)))
         iter(DataLoader(Masks(), workers="process"))
+        with CachedDataset(Pictures(), transform=KNOWN) as dataset:
+            iter(DataLoader(dataset, batch_size=None))  # single samples, by choice
         iter(DataLoader(range(3)))  # it may hold anything
         iter(DataLoader(Partners(transform=KNOWN)))  # CachedDataset refuses it
     with pytest.warns(

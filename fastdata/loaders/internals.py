@@ -205,7 +205,8 @@ class LoaderInternals:
             self._has_warned = True
             warn_of_ranks(loader.sampler)
             warn_of_masks(parts)
-            if self._workers_of(loader) != "process":  # else the user chose it
+            # Otherwise the user chose worker processes, or single samples (batch_size=None).
+            if self._workers_of(loader) != "process" and loader.batch_sampler is not None:
                 warn_of_samples(loader.dataset, parts)
         return parts
 
