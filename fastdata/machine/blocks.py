@@ -1,9 +1,9 @@
 """Blocks of memory that processes share, and locks on their bytes.
 
-On Linux a block is a ``memfd``. It has no name, so the kernel frees it when its last user ends,
-even after ``kill -9``, and the size of ``/dev/shm`` does not matter. If the system refuses a
-``memfd``, the block is a temporary file whose name is removed at once. Without ``/proc`` other
-processes could not open such a file, so it keeps its name. Its creator removes it or, if the
+On Linux a block is a ``memfd``. It has no name, so the kernel frees it when the last process that
+uses it ends, even after ``kill -9``. The size of ``/dev/shm`` does not limit it. If the system
+refuses a ``memfd``, the block is a temporary file whose name is removed at once. Without ``/proc``
+other processes could not open such a file, so it keeps its name. Its creator removes it or, if the
 creator dies first, the next process that creates a block does.
 
 A forked process inherits a block. A pickled block (spawn, forkserver, other ranks of the machine)
@@ -205,9 +205,9 @@ class Block:
                 yield
             return
         # These locks belong to an open file description. Each ``hold`` opens a new one, so that it
-        # excludes other threads and forked processes too, and closing a copy of the block does not
-        # release it. (POSIX locks belong to the process: they would not exclude threads, and any
-        # close of the file would release them.)
+        # also excludes other threads and forked processes. Closing a copy of the block does not
+        # release the locks. (POSIX locks belong to the process: they would not exclude threads, and
+        # any close of the file would release them.)
         fd = os.open(self.path or f"/proc/self/fd/{self.fd}", os.O_RDWR | OPEN_FLAGS)
         try:
             try:

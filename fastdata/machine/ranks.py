@@ -284,8 +284,8 @@ def _meeting_folder() -> Path:
 def _meeting_name(run: str, key: str) -> str:
     """Return the name of a file for the ranks of a run that make the same dataset.
 
-    It also depends on the machine's start and on the process namespace, because process numbers are
-    valid only until the next start and only in that namespace.
+    It also depends on the last start of the machine and on the process namespace, because a process
+    number means another process after a restart and in another namespace.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     text = f"{boot}\n{os.stat('/proc/self/ns/pid').st_ino}\n{run}\n{key}"

@@ -1,10 +1,10 @@
 """Open the cache of a dataset, and write the cache or its missing shards first.
 
 A cache consists of shards and an index that names them. The index is renamed into its place last.
-So a build that is killed at any moment does not change the old cache, and the next build uses the
-shards that it has completed. A build writes only the missing shards: all of a new cache, those with
-changed files of an old one, or the rest of a build that was stopped. The calling process makes the
-index of all shards.
+So a build that is killed at any moment does not change the old cache. The next build uses the
+shards that the killed one has completed. A build writes only the missing shards: all of a new
+cache, those with changed files of an old one, or the rest of a build that was stopped. The calling
+process makes the index of all shards.
 """
 
 from __future__ import annotations

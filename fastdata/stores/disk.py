@@ -1,7 +1,7 @@
 """Stores of samples in files on disk.
 
-A sample is compared with its checksum when it is first read, because a disk may fail, and others
-may write to the folder of a cache.
+A sample is compared with its checksum when it is first read: a disk may fail, and other users may
+write to the folder of a cache.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def find_cache(path: AnyPath, storage_options: StorageChoice = None) -> Place:
     places = cache_places(Place(path, storage_options))
     if len(places) > 1:
         raise ValueError(
-            f"{path} holds {len(places)} caches. Give the folder of one of them; `fastdata inspect` "
-            f"shows what each contains: {', '.join(map(str, places))}"
+            f"{path} holds {len(places)} caches. Give the folder of one of them; "
+            f"`fastdata inspect` shows what each contains: {', '.join(map(str, places))}"
         )
     return places[0]
 

@@ -1,8 +1,8 @@
 """Stores of samples behind a URL, fetched in segments and read from the local disk.
 
 A segment is a run of whole samples of about 1 MiB. If whole files were fetched instead, the first
-batch would wait for a quarter of a cache, and a local folder of half the cache's size would make
-the process fetch everything twice.
+batch would wait for a quarter of a cache. And if the local folder had room for half of the cache,
+the process would fetch everything twice.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A sample is treated as planes of rows. Each row is padded to whole words of 8 bytes, and a word is
 **one integer**. So one ``add.accumulate`` of words undoes "minus the row above" for 8 bytes at a
-time, and one multiplication undoes "minus the element to the left" within each word, because modulo
+time. One multiplication undoes "minus the element to the left" within each word, because modulo
 2**64
 
     word - (word << 8)  ==  word * (1 - 2**8)     and     (1 - 2**8) * 0x0101010101010101  ==  1.

@@ -5,8 +5,9 @@ cache, in which every segment is a file. The segments that were unused for longe
 make room. A deleted segment stays readable for every process that has it mapped, so no process has
 to announce what it uses.
 
-Several users may share ``local_cache``. Each of them has folders of their own in it, because a link
-that another user puts there could make this process read, overwrite or delete the link's target.
+Several users may share ``local_cache``. Each of them has folders of their own in it. In a common
+folder, another user could place a link, and this process would read, overwrite or delete its
+target.
 """
 
 from __future__ import annotations

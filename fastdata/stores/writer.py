@@ -1,7 +1,7 @@
 """Writers of stores, in memory or on disk.
 
-Any thread of any process that has a writer may use it, because they share the file or memory block
-of the samples and the columns of the index.
+Any thread of any process that has a writer may use it. They share the file or memory block of the
+samples, and the columns of the index.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ class Writer:
             raise ShapesDifferError
         if len(shape) != plan.dimensions:
             raise TypeError(
-                f"it has {len(shape)} dimensions, but other samples have {plan.dimensions}; let the "
-                "dataset, your loader= or prepare= of CachedDataset return the same number of "
+                f"it has {len(shape)} dimensions, but other samples have {plan.dimensions}; let "
+                "the dataset, your loader= or prepare= of CachedDataset return the same number of "
                 "dimensions for all samples"
             )
         index = self.index

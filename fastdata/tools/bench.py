@@ -38,9 +38,9 @@ _RATE_S = 0.5
 
 
 Figures = dict[str, Any]
-"""Measurements of a recipe: ``vanilla`` (torchvision and torch) and ``fastdata`` hold the images
-per second of each round, ``ratio`` is the ratio of their medians, and ``prepare_s`` is the time in
-seconds that fastdata took to prepare the images."""
+"""Measurements of a recipe. ``vanilla`` (torchvision and torch) and ``fastdata``: images per second
+of each round. ``ratio``: the ratio of their medians. ``prepare_s``: seconds in which fastdata
+prepared the images."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -141,7 +141,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         nargs="?",
         metavar="FOLDER",
-        help="folder with one folder of images for each class; default: synthetic images, made for this run",
+        help="folder with one folder of images for each class; default: synthetic images, made for "
+        "this run",
     )
     number("--images", help="most images to read; default: 1000, or 400 synthetic ones")
     parser.add_argument(

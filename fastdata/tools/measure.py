@@ -1,8 +1,8 @@
 """Samples per second of a loader without a model.
 
 ``measure_rate`` is an empty loop with a warm-up. ``in_subprocess`` runs it in a forked copy of this
-process, so that its random draws, caches and errors do not change this process, and its memory,
-threads and worker processes end with it.
+process. So its random draws, caches and errors do not change this process, and its memory, threads
+and worker processes end with the copy.
 """
 
 from __future__ import annotations

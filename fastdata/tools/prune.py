@@ -45,7 +45,8 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
     removals = []
     for folder in sorted(cache_dir.iterdir()):
         lock = lock_of(folder)
-        # Never follow a link, which may lead anywhere. A folder without index and lock is no cache.
+        # Never follow a link, which may lead anywhere. A folder without index and lock is not a
+        # cache.
         is_ours = (folder / INDEX).exists() or os.path.exists(lock.lock_file)
         if not is_ours or not folder.is_dir() or folder.is_symlink():
             continue

@@ -69,7 +69,7 @@ class TimedLoop:
 
 
 class EnoughError(BaseException):
-    """Ends a script after enough batches. It is no ``Exception``, so scripts do not catch it."""
+    """Ends a script after enough batches. Not an ``Exception``, so that scripts do not catch it."""
 
 
 def in_prefetcher(loader: Any) -> Any:

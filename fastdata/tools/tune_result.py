@@ -94,7 +94,7 @@ class TuneResult(Report):
 def used_settings(settings: LoaderSettings) -> LoaderSettings:
     """Return the settings that have an effect.
 
-    ``workers`` and ``prefetch_factor`` have none if there are no workers, and "auto" is the default.
+    Without workers, ``workers`` and ``prefetch_factor`` have none. "auto" is the default.
     """
     unused = () if settings["num_workers"] else ("workers", "prefetch_factor")
     return {name: it for name, it in settings.items() if name not in unused and it != "auto"}
