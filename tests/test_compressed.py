@@ -97,6 +97,17 @@ def test_samples_of_many_shapes_are_kept(image_folder: Folder, codec: str) -> No
         assert {ours[i][0].size for i in range(8)} == {(12, 10), (9, 14)}
 
 
+@pytest.mark.parametrize("size", [(3, 3), (1, 1), (4, 7)])
+def test_narrow_images_keep_their_axes(tmp_path: Path, size: tuple[int, int]) -> None:
+    """Planes that are as narrow as an image has channels are not read as (H, W, C)."""
+    (tmp_path / "a").mkdir()
+    width, height = size
+    image = np.arange(height * width * 3, dtype=np.uint8).reshape(height, width, 3)
+    Image.fromarray(image).save(tmp_path / "a" / "0.png")
+    with ImageFolder(tmp_path, v1.PILToTensor(), storage="compressed", codec="source") as ours:
+        assert np.array_equal(ours[0][0].permute(1, 2, 0), image)
+
+
 @pytest.mark.parametrize("steps", TRANSFORMS[1:4])
 @pytest.mark.parametrize("options", [{"codec": "jpeg", "resize": (40, 57)}, {"codec": "source"}])
 def test_a_crop_of_stored_jpeg_is_that_of_the_whole(

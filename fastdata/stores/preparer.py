@@ -132,7 +132,7 @@ class Preparer(NamedTuple):
         """Decoder for files that are stored unchanged; None if the user's own code opens them."""
         if self.by_core is not None:
             is_whole = not (self.prepare.steps or self.by_core.upright)
-            return SourceDecoder(self.by_core, Steps(()), makes_jpeg_files=is_whole)
+            return SourceDecoder(self.by_core, None, makes_jpeg_files=is_whole)
         opening = self.source.opening
         return None if opening is None else SourceDecoder(opening.decode, self.prepare)
 

@@ -20,12 +20,13 @@ class SourceDecoder:
 
     Attributes:
         open_bytes: function that decodes a file.
-        prepare: function that turns the result into a PIL image, an array or a tensor.
+        prepare: function that turns the result into a PIL image, an array or a tensor. None if the
+            result is the values of the sample.
         makes_jpeg_files: True if decoded images are not changed, so that the core may decode them.
     """
 
     open_bytes: Callable[[memoryview], Any]
-    prepare: Callable[[Any], Any]
+    prepare: Callable[[Any], Any] | None
     makes_jpeg_files: bool = False
 
     name = SOURCE
@@ -36,7 +37,8 @@ class SourceDecoder:
 
     def sample(self, data: memoryview) -> Array:
         """Return the values of the sample that the bytes of a file hold."""
-        return to_stored(self.prepare(self.open_bytes(data)))[0]
+        opened = self.open_bytes(data)
+        return opened if self.prepare is None else to_stored(self.prepare(opened))[0]
 
     def decode(self, data: memoryview, out: Array) -> None:
         """Write the values of the sample that the bytes of a file hold to ``out``.
