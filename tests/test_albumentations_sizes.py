@@ -28,7 +28,9 @@ A = albumentations
 cv2 = pytest.importorskip("cv2")
 
 NEAREST, LINEAR, CUBIC, AREA, LANCZOS, LINEAR_EXACT, NEAREST_EXACT = range(7)
-FILTERS = (NEAREST, LINEAR, AREA, LANCZOS, LINEAR_EXACT, NEAREST_EXACT)
+FILTERS = [NEAREST, LINEAR, AREA, LANCZOS, LINEAR_EXACT]
+if cv2.__version__ < "5":
+    FILTERS.append(NEAREST_EXACT)
 # Twice and three times as large as the results, odd, small, and narrow.
 SIZES = ((32, 40), (48, 60), (37, 101), (7, 5), (150, 18), (3, 90), (1, 1))
 RESULTS = ((16, 20), (48, 33), (5, 64))
@@ -195,7 +197,7 @@ MASKED = {
         (25, 32), (20, 24), mask_interpolation=AREA, area_for_downscale="image"
     ),
     "exact": lambda: A.SmallestMaxSize(
-        20, interpolation=NEAREST_EXACT, mask_interpolation=NEAREST_EXACT
+        20, interpolation=LINEAR_EXACT, mask_interpolation=LINEAR_EXACT
     ),
 }
 
@@ -241,6 +243,14 @@ REFUSED = {
     "comes after the conversion to floats": lambda: A.Compose([A.ToFloat(), A.Resize(4, 4)]),
     "may draw crops without pixels": lambda: A.RandomSizedCrop((1, 9), (8, 8), w2h_ratio=0.4),
 }
+
+
+def test_nearest_exact_rounds_ties_as_the_installed_opencv_does() -> None:
+    """A step that the core would round differently runs as written."""
+    array = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
+    transform = A.Compose([A.RandomScale((2.5, 2.5), p=1, interpolation=NEAREST_EXACT)])
+    with CachedDataset([(array, 0)], transform=transform) as dataset:
+        assert np.array_equal(dataset[0][0], transform(image=array)["image"])
 
 
 @pytest.mark.parametrize("reason", REFUSED)

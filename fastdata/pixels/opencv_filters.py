@@ -20,7 +20,7 @@ _FILTERS = (
     ("CV_AREA",),
     ("CV_LANCZOS",),
     ("CV_LINEAR_EXACT",),
-    ("CV_NEAREST_EXACT", "NEAREST"),  # OpenCV up to 4; from 5 on it is the same as Pillow's
+    ("CV_NEAREST_EXACT",),  # OpenCV up to 4; OpenCV 5 rounds ties neither like this nor like Pillow
 )
 """Filters of records.h by OpenCV's number of the interpolation (``cv2.INTER_NEAREST`` is 0)."""
 _SIZES = (((8, 30), (20, 10)), ((23, 31), (29, 47)), ((40, 36), (20, 12)), ((41, 34), (19, 40)))
