@@ -199,6 +199,11 @@ def test_what_is_not_served_says_why(reason: str) -> None:
     assert reason in refusal_of(REFUSED[reason]())
 
 
+def test_a_transform_alone_has_a_plan() -> None:
+    """For arrays (H, W, 3), because albumentations needs the number of channels."""
+    assert plan_transform(A.Compose([A.RandomCrop(8, 8), A.Normalize(), ToTensorV2()])).is_batched
+
+
 def test_a_later_version_is_served_while_its_attributes_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,7 +22,7 @@ from torchvision.datasets import VisionDataset
 from torchvision.transforms import v2
 
 from children import send_sample
-from conftest import shown
+from conftest import FolderMaker, shown
 from data import level_samples
 from fastdata import (
     CachedDataset,
@@ -1119,6 +1119,15 @@ def test_the_plan_of_items_that_are_not_stored_calls_none_a_pil_image() -> None:
     """Without a transform, the reason is the storage: items may be tensors as well."""
     with cached(level_samples(2, (3, 4, 4)), storage="none") as dataset:
         assert "one by one, because storage='none' prepares every sample" in str(dataset.plan)
+
+
+def test_the_plan_of_files_that_are_not_stored(image_folder: FolderMaker) -> None:
+    """Its first steps run on every read, and the report's reason is the step that is not fast."""
+    transform = v1.Compose([v1.Resize((8, 8)), v1.RandomHorizontalFlip(), v1.ToTensor()])
+    with ImageFolder(image_folder(), transform, storage="none", batch_ops=False) as dataset:
+        assert str(dataset.plan).startswith("prepare, on every read:       Resize(size=(8, 8)")
+        assert ">on every read<" in dataset.plan._repr_html_()
+        assert "because batch_ops=False" in str(DataLoader(dataset).report())
 
 
 @pytest.mark.parametrize("kind", [CachedDataset, ImageFolder, ImageManifest])

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fastdata.datasets.column import Column
 from fastdata.datasets.reader import Reader
-from fastdata.datasets.reading import NOT_STORED
 from fastdata.pixels.albumentations_objects import is_of_albumentations
 from fastdata.pixels.compose import joint_transforms
 from fastdata.pixels.core import library
@@ -186,9 +185,7 @@ def _compile_files(stored: Stored, transform: Transform | None) -> Compiled | No
 def _compile_source(stored: Stored, transform: Transform | None) -> Compiled:
     """Compile a transform for samples that are read and prepared one by one."""
     plan = split_transform(transform, only_last=True, obstacle=stored.obstacle)
-    if stored.files is None and not plan.per_sample:  # items of a dataset, which may be tensors
-        plan = replace(plan, reason=NOT_STORED)
-    return _compiled(stored, plan, map(_read_one_by_one, plan.each))
+    return _compiled(stored, replace(plan, is_stored=False), map(_read_one_by_one, plan.each))
 
 
 def _compiled(stored: Stored, plan: TransformPlan, columns: Iterable[Column]) -> Compiled:

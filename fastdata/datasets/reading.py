@@ -19,7 +19,7 @@ from fastdata.datasets.mixed_sizes import name_unequal
 from fastdata.datasets.visits import IndexBatch
 from fastdata.machine.tables import SampleTable, collate_targets
 from fastdata.pixels.arrays import Array, Shape
-from fastdata.pixels.plan import PairTransform, Transform, TransformPlan
+from fastdata.pixels.plan import NOT_STORED, PairTransform, Transform, TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import Form, shown_class, shown_shape
 from fastdata.sources.source import ItemKeys
@@ -29,9 +29,6 @@ from fastdata.stores.preparer import Steps
 if TYPE_CHECKING:
     from fastdata.datasets.buffers import Output
     from fastdata.datasets.stored import Stored
-
-NOT_STORED = "storage='none' prepares every sample when it is read"
-"""Reason why batches need Python work per sample if samples are not stored."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +161,7 @@ class Reading:
             return self.own
         if self.kept is not None and self.kept.is_tuple:
             return "samples have several parts, such as image and mask"
-        if self.kept is None and self.columns[0].program is None:
+        if not self.plan.is_stored and not any(view.unknown for view in self.plan.each):
             return NOT_STORED
         if self.pair_transform is not None:
             return f"samples have several parts, such as image and mask, and {self.plan.obstacle}"

@@ -31,15 +31,9 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
 
     A callable that returns several results is one ``Views``.
     """
-    function, owner = code_of_call(call)
-    if not isinstance(function, FunctionType):
-        return None
-    names = _names_read(function.__code__)
-    if names is None:
-        return None
     log: list[Any] = []
     try:
-        run = _run_copy(function, names, owner, _stand_in)
+        run = _run_copy(*_parts_of(call), _stand_in)
         made = run(_Image(log))
         views = made if type(made) in (list, tuple) else (made,)
         calls = [view._calls for view in views]
@@ -68,16 +62,10 @@ def seen_through_pair(call: Any) -> tuple[Any, ...] | None:
     ``LONG_MASK`` after them stands for ``mask.long()``: losses need class numbers of int64. Return
     None if the callable does anything else.
     """
-    function, owner = code_of_call(call)
-    if not isinstance(function, FunctionType):
-        return None
-    names = _names_read(function.__code__)
-    if names is None:
-        return None
     image_log: list[Any] = []
     mask_log: list[Any] = []
     try:
-        run = _run_copy(function, names, owner, _stand_in)
+        run = _run_copy(*_parts_of(call), _stand_in)
         image, mask = run(_Image(image_log), _Image(mask_log))
         # Each call must take both: two calls would draw different random numbers for the image and
         # for its mask.
@@ -120,15 +108,29 @@ def _names_read(code: CodeType) -> frozenset[str] | None:
     return names
 
 
+def _parts_of(call: Any) -> tuple[FunctionType, frozenset[str], Any]:
+    """Return the function that a callable runs, the names that it looks up, and its ``self``.
+
+    Raises:
+        TypeError: it does more than call other objects, or is not Python code.
+    """
+    function, owner = code_of_call(call)
+    names = _names_read(function.__code__) if isinstance(function, FunctionType) else None
+    if not isinstance(function, FunctionType) or names is None:
+        name = getattr(call, "__qualname__", type(call).__name__)
+        raise TypeError(f"the code of {name} does more than call other objects")
+    return function, names, owner
+
+
 def outside_of(call: Any) -> dict[str, Any]:
     """Return the outside values that a callable's code would read now, by name.
 
     They are empty unless ``seen_through`` would run the callable.
     """
-    function, owner = code_of_call(call)
-    if not isinstance(function, FunctionType):
+    try:
+        function, names, owner = _parts_of(call)
+    except TypeError:
         return {}
-    names = _names_read(function.__code__) or frozenset()
     found: dict[str, Any] = {}
     for held in (function.__globals__, getattr(owner, "__dict__", {})):
         found |= {name: held[name] for name in names & held.keys()}
@@ -151,10 +153,7 @@ def copy_on_stand_ins(call: Any, stand_in: Callable[[Any], Any]) -> Callable[...
         keywords = {name: stand_in(value) for name, value in call.keywords.items()}
         inside = copy_on_stand_ins(call.func, stand_in)
         return partial(inside, *map(stand_in, call.args), **keywords)
-    function, owner = code_of_call(call)
-    names = _names_read(function.__code__) if isinstance(function, FunctionType) else None
-    if not isinstance(function, FunctionType) or names is None:
-        raise TypeError(f"the code of {call!r} does more than call other objects")
+    function, names, owner = _parts_of(call)
 
     def of_any(value: Any, names: frozenset[str] = names) -> Any:
         if not isinstance(value, ModuleType):

@@ -18,6 +18,8 @@ from fastdata.pixels.steps import Steps
 
 Transform = Callable[[Any], Any]
 PairTransform = Callable[[Any, Any], Any]
+NOT_STORED = "storage='none' prepares every sample when it is read"
+"""Reason why batches need Python work per sample if samples are not stored."""
 _SHOWN_LETTERS = 100
 """Most letters of a transform's text in a reason."""
 _SHOWN_MASKS = {
@@ -46,6 +48,7 @@ class TransformPlan:
         views_type: type of the collection of views that a sample becomes, list or tuple.
         mask: plan of the mask that belongs to an image, if the transform takes both.
         beforehand: the dataset's own ``prepare=`` and ``resize=``, which run before ``prepare``.
+        is_stored: False if nothing is stored, so that ``prepare`` runs on every read.
     """
 
     kind: Form
@@ -59,6 +62,7 @@ class TransformPlan:
     views_type: type = list
     mask: TransformPlan | None = None
     beforehand: tuple[Transform, ...] = ()
+    is_stored: bool = True
 
     @property
     def may_draw(self) -> bool:
@@ -79,8 +83,9 @@ class TransformPlan:
         for number, view in enumerate(self.views):
             if view.obstacle:
                 return f"in view {number} {view.obstacle}"
-        is_pil = self.kind == "pil" and not self.views
-        return (self.reason or "the transform ends with a PIL image") if is_pil else None
+        if self.kind != "pil" or self.views:
+            return None
+        return "the transform ends with a PIL image" if self.is_stored else NOT_STORED
 
     @property
     def each(self) -> tuple[TransformPlan, ...]:
@@ -109,12 +114,11 @@ class TransformPlan:
         return run_transforms(self.per_sample[len(self.unknown) :], sample)
 
     def __repr__(self) -> str:
-        lines = [f"prepare, once per sample:     {_texts((*self.beforehand, *self.prepare))}"]
+        when = "once per sample:" if self.is_stored else "on every read:  "
+        lines = [f"prepare, {when}     {_texts((*self.beforehand, *self.prepare))}"]
         for number, view in enumerate(self.each):
-            first = f"view {number}, on whole batches:     "
-            if not self.views:
-                first = "batch ops, on whole batches:  "
-            lines.append(f"{first}{_texts(view.batched)}")
+            name = f"view {number}" if self.views else "batch ops"
+            lines.append(f"{name + ', on whole batches:':30}{_texts(view.batched)}")
             lines.append(f"per sample, as written:       {_texts(view.unknown)}")
             if view.per_sample:
                 lines.append(f"    because {view.obstacle}")
@@ -140,7 +144,8 @@ class TransformPlan:
         # By default, notebooks align the text of a table to the right.
         cell = '<td style="text-align:left; vertical-align:top">{}</td>'
         cells = "".join(f"<tr>{''.join(map(cell.format, row))}</tr>" for row in rows)
-        titles = ("once per image", "on whole batches", "per sample, in Python")
+        when = "once per image" if self.is_stored else "on every read"
+        titles = (when, "on whole batches", "per sample, in Python")
         head = "".join(f'<th style="text-align:left">{title}</th>' for title in titles)
         return f"<table><tr>{head}</tr>{cells}</table>"
 

@@ -26,18 +26,18 @@ def plan_transform(transform: Any) -> TransformPlan:
     """Split a transform into steps that run once, on whole batches, and on each sample.
 
     ``print(dataset.plan)`` shows the plan of a dataset that you have. This shows that of a
-    transform alone, for PIL images.
+    transform alone, for RGB images: PIL images, or arrays (H, W, 3) for albumentations.
 
     Args:
-        transform: a torchvision Compose (v1 or v2, nested or not), a single transform,
-            ``nn.Sequential``, or None.
+        transform: a Compose of torchvision (v1 or v2, nested or not) or albumentations, a single
+            transform, ``nn.Sequential``, or None.
 
     Example:
         >>> plan = plan_transform(None)
         >>> plan.is_batched, plan.obstacle
         (False, 'the transform ends with a PIL image')
     """
-    return split_transform(transform)
+    return split_transform(transform, channels=3)
 
 
 def split_transform(
@@ -181,10 +181,12 @@ def _plan(
     known = 0
     last = None
     if not reason:
-        if only_last:
+        known, read, reason = _read(rest, state)
+        if not only_last:
+            state = read
+        elif known:
+            known = 0
             reason = "gets samples that are read one by one"
-        else:
-            known, state, reason = _read(rest, state)
         last = _read_last(rest, known + (not only_last), first, state)
     return TransformPlan(
         prepare=transforms[:prepared],
