@@ -242,7 +242,7 @@ def chunked_table() -> str:
         "chunked": "`ChunkedLoader`",
         "chunked, page cache emptied": "`ChunkedLoader`",
         "from disk, no limit": "`DataLoader`, no limit",
-        "in memory, a quarter of them": "`DataLoader`, only a quarter of the images, in memory",
+        "in memory, a quarter of them": "`DataLoader` over a quarter of the images (1 GiB), all in memory",
         "chunked, decoded by 2 processes": "`ChunkedLoader`",
         "torch and torchvision, 2 workers": "torchvision + torch",
     }
