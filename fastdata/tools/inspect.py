@@ -82,8 +82,8 @@ def inspect_place(place: Place, *, verify: bool = False) -> Inspected:
                         store.ensure(np.array([k]))
                     except SampleError as wrong:
                         problems.append(f"sample {row}, part{number}, is damaged: {wrong}")
-                    # A cache behind a URL may be larger than the disk that holds its segments.
-                    store.evict(np.array([k]))
+                    if place.is_remote:  # the cache may be larger than the disk for its segments
+                        store.evict(np.array([k]))
         size = format_bytes(cache.size_bytes)
     except (CacheError, FileNotFoundError) as unreadable:
         return Inspected(str(place), {}, [str(unreadable)])
