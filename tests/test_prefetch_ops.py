@@ -354,7 +354,7 @@ def test_the_loader_of_torch_keeps_its_batches(dataset: CachedDataset, gpu: Sim)
     batches = on_device(TorchLoader(dataset, batch_size=4))
     assert len(list(batches)) == 6
     assert batches.report().batch_ops.startswith(
-        "on the CPU: the loader is a DataLoader, not fastdata's"
+        "on the CPU: the loader is a DataLoader of torch.utils.data.dataloader, not fastdata's"
     )
     plain = on_device([torch.zeros(2, 3)])
     list(plain)
@@ -374,7 +374,7 @@ def test_a_loader_that_is_iterated_in_a_way_of_its_own_keeps_its_batches(
     batches = on_device(Renamed(dataset, batch_size=4))
     assert [sorted(batch) for batch in batches] == [["images", "labels"]] * 6
     assert batches.report().batch_ops.startswith(
-        "on the CPU: the loader is a Renamed, not fastdata's DataLoader"
+        "on the CPU: the loader is a Renamed of test_prefetch_ops, not fastdata's DataLoader"
     )
 
 

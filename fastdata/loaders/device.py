@@ -222,7 +222,10 @@ class DeviceOps:
         """Return why batch ops run on the CPU; empty if the device may complete them."""
         loader = self._loader
         if not isinstance(loader, DataLoader) or not is_own(loader):
-            obstacle = f"the loader is {kind_of(loader)}, not fastdata's DataLoader, or has its own __iter__"
+            obstacle = (
+                f"the loader is {kind_of(loader)} of {type(loader).__module__}, "
+                "not fastdata's DataLoader"
+            )
         else:
             obstacle = loader._fastdata.device_obstacle(loader) or _obstacle_of(reader)
         if self._asked == "device" and obstacle:
