@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -469,6 +471,28 @@ def _reader_threads() -> list[threading.Thread]:
 def _fail_in_the_first_batch(loader: Any) -> None:
     for _ in loader:
         raise ZeroDivisionError
+
+
+def test_a_batch_that_no_thread_can_read_is_an_error_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If the system refuses a thread in the middle of an epoch, only the batch that needed it is lost."""
+    submit = ThreadPoolExecutor.submit
+    calls = itertools.count()
+
+    def refuse_one(self: ThreadPoolExecutor, *arguments: Any) -> Any:
+        if next(calls) == 3:
+            raise RuntimeError("can't start new thread")
+        return submit(self, *arguments)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse_one)
+    with CachedDataset(level_samples(6, (1, 2, 2))) as dataset:
+        batches = iter(DataLoader(dataset, num_workers=1, prefetch_factor=2))
+        found = [next(batches)[1].item() for _ in range(3)]
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            next(batches)
+        found += [labels.item() for _, labels in batches]
+    assert found == [0, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize("how", ["exhausted", "break", "exception", "dropped"])

@@ -326,13 +326,13 @@ class ThreadIter(CountedIterator):
         while not self.ended and len(self._task_info) < self._ahead:
             try:
                 indices = next(self._sampler_iter)
+                # This fails if the system allows no further thread.
+                future = threads.submit(self._read, indices, self.progress.draws)
             except StopIteration:
                 return
             except Exception as error:  # noqa: BLE001  # raised when its batch is due
-                future: Future[Any] = Future()
+                future = Future()
                 future.set_exception(error)
-            else:
-                future = threads.submit(self._read, indices, self.progress.draws)
             self._task_info.append(future)
 
 
