@@ -51,11 +51,12 @@ _FAULTS_BY_CLASS: dict[type[Exception], Fault] = {
     InterruptedError: "machine",
 }
 """Faults of errors that have no error number."""
-_NETWORK_PACKAGES = {
-    *("aiohttp", "azure", "botocore", "google", "http", "httpcore", "httpx", "requests"),
-    *("socket", "ssl", "urllib", "urllib3"),
-}
-"""Packages whose errors mean that a server or a network failed, and have no error number."""
+_NETWORK_MODULES = re.compile(
+    r"(aiohttp|azure|botocore|google(?!\.protobuf)|http|httpcore|httpx|requests|socket|ssl|urllib3?)"
+    r"(\.|\Z)"
+)
+"""Modules whose errors mean that a server or a network failed, and have no error number. An error
+of google.protobuf means damaged bytes."""
 _FAULTS_BY_STATUS: dict[Any, Fault] = {
     **dict.fromkeys((404, 410), "missing"),
     **dict.fromkeys((401, 403), "permission"),
@@ -87,8 +88,7 @@ def _diagnose(problem: BaseException) -> tuple[Fault, int | None]:
             if isinstance(cause, kind):
                 return fault, None
         # Base classes count, because libraries derive their errors from those of others.
-        packages = {kind.__module__.partition(".")[0] for kind in type(cause).__mro__}
-        if packages & _NETWORK_PACKAGES:
+        if any(_NETWORK_MODULES.match(kind.__module__) for kind in type(cause).__mro__):
             return _FAULTS_BY_STATUS.get(_status_of(cause), "machine"), None
         # The order in which Python shows errors in a traceback.
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

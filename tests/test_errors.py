@@ -242,10 +242,11 @@ def test_answers_of_servers_have_the_faults_of_files(status: int, fault: str) ->
 
 
 def test_odd_errors_of_others_are_of_the_sample() -> None:
-    """An error that was raised from itself, and unknown error numbers, are the sample's fault."""
+    """They are damage: an error raised from itself, unknown error numbers, and a protobuf that is cut off."""
     circular = ValueError("x")
     circular.__cause__ = circular
-    for problem in (circular, OSError([5], "x"), OSError("5", "x")):
+    decoding = type("DecodeError", (Exception,), {"__module__": "google.protobuf.message"})
+    for problem in (circular, OSError([5], "x"), OSError("5", "x"), decoding("cut off")):
         assert fault_of(problem) == "damage"
 
 
