@@ -32,7 +32,7 @@ STEPS = {
 
 
 def target(count: int, number: int) -> dict[str, Any]:
-    """A target with boxes that may reach out of the image, as detection datasets have them."""
+    """Return a target with boxes that may reach out of the image, as detection datasets have them."""
     generator = torch.Generator().manual_seed(number)
     corner = torch.rand(count, 2, generator=generator) * torch.tensor([50.0, 30.0])
     boxes = torch.cat([corner, corner + torch.rand(count, 2, generator=generator) * 30 + 1], 1)
@@ -65,7 +65,7 @@ def check_boxes(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_pairs_are_torchvisions(name: str) -> None:
-    """What v2 makes of image, boxes and labels comes in batches and alone; all else of a target stays."""
+    """Image, boxes and labels equal v2's, in batches and alone; other values of a target stay as they are."""
     data, both = samples(), v2.Compose([*STEPS[name], *TO_FLOAT])
     with CachedDataset(data, transforms=both) as dataset:
         loader = DataLoader(dataset, batch_size=4, collate_fn=as_lists)
@@ -104,7 +104,7 @@ def test_pairs_are_the_same_whoever_reads_them(num_workers: int) -> None:
 
 
 def test_targets_that_do_not_collate_go_to_a_collate_fn() -> None:
-    """Under a transform of the image alone, whole batches are read all the same."""
+    """With a transform of the image alone, images are still read in whole batches."""
     image_only = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
     with CachedDataset(samples(), transform=image_only) as dataset:
         loader = DataLoader(dataset, batch_size=4, collate_fn=as_lists)
@@ -115,7 +115,7 @@ def test_targets_that_do_not_collate_go_to_a_collate_fn() -> None:
 
 
 def test_boxes_alone_are_a_target() -> None:
-    """As v2 takes them."""
+    """A target may consist of boxes only, which v2 transforms together with the image."""
     data = [(image, it["boxes"]) for image, it in samples()]
     both = v2.Compose([v2.CenterCrop(30), v2.SanitizeBoundingBoxes(labels_getter=None), *TO_FLOAT])
     with CachedDataset(data, transforms=both) as dataset:
@@ -127,7 +127,7 @@ def test_boxes_alone_are_a_target() -> None:
 
 
 def test_values_that_numpy_does_not_know_are_kept() -> None:
-    """A bfloat16, a gradient or a number beyond int64 beside boxes, or as the target, comes back as it was."""
+    """A bfloat16, a gradient or a number beyond int64 next to boxes, or as the target, comes back as it was."""
     odd = [torch.ones(2, dtype=torch.bfloat16), torch.ones(2, requires_grad=True), 2**64 - 1]
     for value in odd:
         targets = [it | {"value": value} for _, it in samples()]

@@ -1,4 +1,4 @@
-"""Errors of the package keep their type and text on the way from another process."""
+"""Errors of the package: their types and texts, their causes, and which of them are tried again."""
 
 from __future__ import annotations
 
