@@ -333,6 +333,16 @@ def test_a_mask_that_changes_makes_a_cache_new(tmp_path: Path) -> None:
             assert [target.max() for _, target in cached] == [1, level, 1]
 
 
+def test_strings_of_dicts_are_lists_in_a_batch() -> None:
+    """They are a list, as in torch's loader, also next to a number."""
+    image = torch.zeros(3, 2, 2, dtype=torch.uint8)
+    items = [{"image": image, "name": str(k), "size": k} for k in range(3)]
+    with CachedDataset(items) as dataset:
+        batch = next(iter(DataLoader(dataset, batch_size=3)))
+        assert batch["name"] == ["0", "1", "2"]
+        assert batch["size"].tolist() == [0, 1, 2]
+
+
 def test_dicts_of_an_image_and_a_mask_come_back(tmp_path: Path) -> None:
     for others in ({}, {"name": "x", "size": 3}):
         with CachedDataset(Masks(**others), cache_dir=tmp_path, cache_key=str(others)) as dataset:

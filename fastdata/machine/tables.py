@@ -268,7 +268,8 @@ class SampleTable:
         """Return the targets of a batch, or their values at one place, stacked."""
         if kind == "object":
             values = [self._value(kind, index, place) for index in index_B.tolist()]
-            return collate_targets(values)
+            # A batch of strings is a list under the key of a dict, and else a tuple.
+            return (default_collate if self.target_kind == "dict" else collate_targets)(values)
         return torch.from_numpy(self.columns[f"targets{place}"][index_B])
 
     def reduced_to(self, kept: Sequence[int]) -> SampleTable:
