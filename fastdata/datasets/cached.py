@@ -39,7 +39,8 @@ class CachedDataset(PreparedDataset):
             docs/other-datasets.md. Collect an iterable dataset first: ``list(dataset)``. Each item
             is read once, by the threads or processes of ``prepare_workers``. A dataset that makes
             random choices is refused, because every epoch would see the same ones; see ``frozen``.
-            Items and batches keep the form that the dataset gives them. Other forms of items:
+            Items and batches keep the form that the dataset gives them, but an item that is a list
+            becomes a tuple. Other forms of items:
 
             * The sample may be a tuple of images, and the target may be an image or array too, such
               as a mask. All of them are stored.
