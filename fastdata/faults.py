@@ -192,8 +192,9 @@ def sample_error(
     return sample
 
 
-_OR_SKIP = ", or leave it out with on_error='skip'"
-_REPLACE_FILE = f"Delete or replace the file{_OR_SKIP}"
+OR_SKIP = ", or leave it out with on_error='skip'"
+"""A cure in errors of samples. Messages about samples that were left out do not repeat it."""
+_REPLACE_FILE = f"Delete or replace the file{OR_SKIP}"
 
 
 def _cure_of(cause: BaseException, fault: Fault, path: str | None, *, is_read: bool) -> str:
@@ -223,7 +224,7 @@ def _cure_of(cause: BaseException, fault: Fault, path: str | None, *, is_read: b
         cure = f"Correct {code}"
     else:
         return _REPLACE_FILE
-    return f"{cure}{_OR_SKIP}"
+    return f"{cure}{OR_SKIP}"
 
 
 _KINDS = {

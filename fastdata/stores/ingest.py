@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from fastdata.errors import IngestError, SampleError
+from fastdata.faults import OR_SKIP
 from fastdata.machine import limits
 from fastdata.machine.units import format_bytes
 from fastdata.machine.workers import run_tasks
@@ -235,5 +236,6 @@ def check_skipped(errors: dict[int, SampleError], count: int) -> None:
         return
     first = errors[min(errors)]
     raise IngestError(
-        f"on_error='skip' is for single damaged samples, but {found}. The first: {first}"
+        f"on_error='skip' is for single damaged samples, but {found}. The first: "
+        f"{str(first).replace(OR_SKIP, '')}"
     ) from first

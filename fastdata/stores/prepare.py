@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastdata.errors import MemoryBudgetError, SampleError
+from fastdata.faults import OR_SKIP
 from fastdata.machine import limits
 from fastdata.machine.budget import (
     Budget,
@@ -208,7 +209,7 @@ def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
     if skipped:
         warn_user(
             f"{len(skipped)} of {count} samples cannot be prepared and were left out; "
-            f"dataset.skipped lists them. The first: {skipped[0]}"
+            f"dataset.skipped lists them. The first: {str(skipped[0]).replace(OR_SKIP, '')}"
         )
 
 
