@@ -617,6 +617,7 @@ def test_other_datasets_are_read_as_by_torch() -> None:
         ours, theirs = list(loader), list(TorchLoader(dataset, **options))
         assert str(ours) == str(theirs)
         assert reason in loader.report().path
+    assert repr(loader).startswith("DataLoader of Stream: an unknown number of batches of")
 
 
 def test_the_report_names_engine_and_reason(images: CachedDataset) -> None:

@@ -127,7 +127,7 @@ class DeviceOps:
 
     Args:
         loader: the prefetcher's.
-        asked: the user's choice of where batch ops run.
+        where: the user's choice of where batch ops run.
         device: the prefetcher's device.
         pinned: collects warnings, which it gives in the user's thread.
         form: dtype and memory format of the images.
@@ -139,14 +139,14 @@ class DeviceOps:
     def __init__(
         self,
         loader: Any,
-        asked: WhereOps,
+        where: WhereOps,
         device: torch.device,
         pinned: PinnedMemory,
         form: Form,
     ) -> None:
         self.described = ""
         self._loader = loader
-        self._asked = asked
+        self._where = where
         self._device = device
         self._pinned = pinned
         self._form = form
@@ -178,7 +178,7 @@ class DeviceOps:
                 if not why:
                     return self._cut(reader)
             work = self._convert(reader, mixing)
-        if is_for_store and self._asked != "cpu":
+        if is_for_store and self._where != "cpu":
             self._pinned.add_warning(f"storage='device' has no effect: {why}")
         if work.finish is not None:
             mixes = " and the mix" if mixing else ""
@@ -228,11 +228,11 @@ class DeviceOps:
             )
         else:
             obstacle = loader._fastdata.device_obstacle(loader) or _obstacle_of(reader)
-        if self._asked == "device" and obstacle:
+        if self._where == "device" and obstacle:
             raise ValueError(
                 f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'."
             )
-        return "batch_ops='cpu'" if self._asked == "cpu" else obstacle
+        return "batch_ops='cpu'" if self._where == "cpu" else obstacle
 
     def close(self) -> None:
         """Free the copies on the device. Idempotent; a later epoch copies again."""

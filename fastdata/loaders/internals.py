@@ -270,13 +270,13 @@ class LoaderInternals:
         """Return the engine of an epoch that would begin now."""
         return choose_engine(loader, self.resume.parts, self._workers_of(loader))
 
-    def choose_pinning(self, loader: DataLoader[Any], asked: bool | Literal["auto"]) -> bool:
+    def choose_pinning(self, loader: DataLoader[Any], pin_memory: bool | Literal["auto"]) -> bool:
         """Decide for ``pin_memory=`` whether to pin batches; ``report`` gives the reason."""
         self.engine = self.choose_engine(loader)
-        if asked == "auto":
+        if pin_memory == "auto":
             self._pinning = plan_pinning(loader, self.resume.parts.latest())
         else:
-            self._pinning = PinningPlan(pin=asked)
+            self._pinning = PinningPlan(pin=pin_memory)
         return self._pinning.pin
 
 

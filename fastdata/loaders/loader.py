@@ -235,8 +235,10 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
         return "<br>".join([shown, *tables])
 
     def __repr__(self) -> str:
+        length = length_of(self)
+        count = "an unknown number of" if length is None else length
         return (
-            f"{type(self).__name__} of {type(self.dataset).__name__}: {length_of(self)} batches of "
+            f"{type(self).__name__} of {type(self.dataset).__name__}: {count} batches of "
             f"batch_size={self.batch_size}, num_workers={self.num_workers}\n"
             f"{self._fastdata.engine.path}"
         )

@@ -340,7 +340,7 @@ class Finish:
             raise RuntimeError("transform= raised StopIteration") from error
 
     def cast(self, tensor: Any) -> Any:
-        """Give a tensor the dtype and memory format that were asked for.
+        """Give a tensor the dtype and memory format that the user chose.
 
         A tensor that already has them, such as a result of ``ToFloats``, is returned itself.
         """
