@@ -36,6 +36,7 @@ def find_buckets(dataset: Any, count: int, pixels: int, multiple_of: int = 64) -
         multiple_of: heights and widths are multiples of this number.
 
     Raises:
+        TypeError: it is not a dataset of fastdata.
         ValueError: a number is below 1, or the sizes of the images are not known.
 
     Example:

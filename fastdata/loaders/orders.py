@@ -102,7 +102,7 @@ def weighted(weights: Any) -> Order:
             zero is never drawn.
 
     Raises:
-        ValueError: a weight is negative or not finite, or all are zero.
+        ValueError: a weight is negative or not finite, all are zero, or a sample has several.
 
     Example:
         >>> from fastdata.loaders.samplers import RankSampler
@@ -151,7 +151,7 @@ def balanced(targets: Any, replacement: bool = False) -> Order:
             each epoch takes other samples of the larger classes.
 
     Raises:
-        ValueError: a dataset has no ``targets``.
+        ValueError: a dataset has no ``targets``, or samples have several targets each.
 
     Example:
         >>> from fastdata.loaders.samplers import RankSampler
@@ -256,8 +256,8 @@ def mixed(
             no sample comes twice; ``"all"`` ends it when all of them have.
 
     Raises:
-        ValueError: a weight is not finite or not above zero, a dataset is empty, or the numbers of
-            weights and datasets differ.
+        ValueError: a weight is not finite or not above zero, a dataset is empty, the numbers of
+            weights and datasets differ, or ``stop`` is another value.
 
     Example:
         >>> from fastdata.loaders.samplers import RankSampler

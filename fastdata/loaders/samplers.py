@@ -83,8 +83,8 @@ class RankSampler(DistributedSampler[int]):
     ranks after the loaders were made.
 
     Raises:
-        ValueError: ``rank`` is not below ``world_size``, or the order has fewer than
-            ``num_samples``.
+        ValueError: ``rank`` is not below ``world_size``, the order has fewer than ``num_samples``,
+            or ``uneven`` is another value.
 
     Example:
         >>> [list(RankSampler(5, shuffle=False, rank=rank, world_size=2)) for rank in (0, 1)]
