@@ -169,7 +169,7 @@ def test_damaged_samples_of_one_shard_are_a_share_of_all(tmp_path: Any) -> None:
 
 
 def test_too_many_left_out_samples_are_an_error_in_every_run(tmp_path: Any) -> None:
-    """A tenth of each shard is damaged: the first run makes no cache that a second one would open."""
+    """One of 40 samples of each shard is damaged: no run leaves a cache that the next one would open."""
     bad = set(range(3, 4_096, 40))
     options = {"on_error": "skip", "cache_dir": tmp_path, "cache_key": "k", "shard_bytes": 64}
     for _ in range(2):
