@@ -1,4 +1,4 @@
-"""What the tests of albumentations' transforms share: serve images, draw ops, and compare with albumentations.
+"""Code that the tests of albumentations' transforms share: serve images, draw ops, and compare with albumentations.
 
 Images are arrays (H, W, C) or (H, W) of uint8, as albumentations has them.
 """
@@ -37,7 +37,7 @@ __all__ = [
 
 SEED, EPOCH = 11, 3
 LEAST_P = 1e-4
-"""Of a test of two distributions: seeds are fixed, so it fails always or never."""
+"""Least p-value of a comparison of two distributions. Seeds are fixed, so a comparison fails always or never."""
 
 
 def images(*sizes: tuple[int, int], channels: int = 3, seed: int = 0) -> list[np.ndarray]:
@@ -115,7 +115,7 @@ def assert_pixels(
     levels: int = 0,
     share: float = 1.0,
 ) -> None:
-    """Compare what is served with ``transform.apply`` of the parameters that were drawn.
+    """Compare served images with ``transform.apply``, called with the parameters that fastdata drew.
 
     ``transform`` is one transform of p=1. ``params_of(ops, shape)`` makes the parameters of
     ``apply`` from the ops of one image, records ``OP`` (ops,). A pixel may be off by ``levels``, in

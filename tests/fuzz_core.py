@@ -1,9 +1,9 @@
-"""The core reads and writes nothing beside its memory, whatever table it is given.
+"""Whatever table the core gets, it reads and writes only its own memory.
 
     python tests/fuzz_core.py [--seconds 60] [--seed 0]
 
-Draws and serves random trees of random steps, and some whose records are damaged, over random images. Each is served or
-refused; whether memory was touched that is not its own, AddressSanitizer says, under which ``.ci/run`` has this run.
+Random trees of random steps, some of them with damaged records, are drawn and served over random images. Each of them
+is served or refused. ``.ci/run`` runs this script under AddressSanitizer, which ends it at any other access to memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ KNOWN: dict[str, tuple[int, ...]] = {
     "most": (1, 2),
     "channels": (0, 1, 3),
 }
-"""Values that fields of these names mostly have."""
+"""Usual values of the fields of these names; all other fields have one of ``SMALL`` or ``REALS``."""
 CHILDREN = ("length", "bucket", "magnitude", "timm_op")
 CHILD_OF = {
     "resize": "length",
@@ -76,7 +76,7 @@ DEPTH = 3
 MOST_PIXELS = 1 << 20
 LEVELS = 40
 DTYPES = (np.uint8, np.float32, np.float64, np.float16, np.uint16, np.int32, np.int64)
-"""As records.h numbers them."""
+"""Dtypes by their numbers in records.h."""
 
 
 class Fuzz:
@@ -95,7 +95,7 @@ class Fuzz:
         return choices[self.rng.integers(len(choices))]
 
     def table(self) -> np.ndarray:
-        """Steps that are a tree, but for damage."""
+        """Return steps that are a tree, unless a few words of their records are damaged."""
         names, depths, counts = ["sequence"], [0], []
         while len(counts) < len(names):
             name, depth = names[len(counts)], depths[len(counts)]
@@ -154,7 +154,7 @@ class Fuzz:
 
 
 def run_once(seed: int) -> str:
-    """Draw and serve one random table; gives what became of it."""
+    """Draw and serve one random table; return "served", "large", or the reason of the refusal."""
     fuzz = Fuzz(seed)
     steps, levels = fuzz.table(), np.linspace(-1, 30, LEVELS)
     shape = (fuzz.pick(1, 3, 3, 4), fuzz.pick(*SIDES), fuzz.pick(*SIDES))
@@ -197,7 +197,7 @@ def _serve(fuzz: Fuzz, table: Table, image: np.ndarray) -> str:
 
 
 def _blend(fuzz: Fuzz, table: Table, out: np.ndarray) -> None:
-    """Rows that are mixed of two samples of noise, by any shares, in any box, to any row."""
+    """Mix rows from two samples of noise, by any shares, in any box, to any row."""
     converts = fuzz.pick(False, True)
     size = out[0].size * (1 if converts else out.itemsize)
     samples = fuzz.rng.integers(0, 256, (2, size), np.uint8)
@@ -215,7 +215,7 @@ def _blend(fuzz: Fuzz, table: Table, out: np.ndarray) -> None:
 
 
 def _pixels(op: Any) -> int:
-    """Of the image that an op makes, where its record says so."""
+    """Return the number of pixels of the image that an op makes; 0 if its record does not have the size."""
     numbers = load().numbers
     if op["code"] == numbers["OP_WINDOW"]:
         size = op["window"]["box"]
@@ -232,8 +232,8 @@ def _pixels(op: Any) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=60, help="seconds to run")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first table")
     arguments = parser.parse_args()
     outcomes: Counter[str] = Counter()
     end, seed = time.monotonic() + arguments.seconds, arguments.seed

@@ -1,7 +1,7 @@
-"""The lower levels of instruction sets, held against the highest in each call of the core.
+"""Compare the lower levels of instruction sets with the highest in each call of the core.
 
 Every level gives the same bytes. While ``Levels`` are installed, each call of this process is repeated by the libraries
-of all lower levels in memory of their own, and what they write is compared.
+of all lower levels, on copies of its memory, and what they write is compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Levels", "lower_levels"]
 
 Octets = np.ndarray[Any, np.dtype[np.uint8]]
 FILLS = (0x00, 0xFF)
-"""Memory that is filled with both and then written to is equal where it was written."""
+"""The memory of a call is filled with each of them in turn: afterwards both are equal only where the call wrote."""
 
 
 def lower_levels(folder: Path) -> list[Core]:
@@ -38,7 +38,7 @@ class Levels:
     """Repeats the calls of the core by lower levels.
 
     Attributes:
-        compares: False where records hold infinities, of which each level may make other numbers.
+        compares: False if records have infinities, from which levels may compute different numbers.
     """
 
     def __init__(self, lower: list[Core]) -> None:
@@ -73,7 +73,7 @@ class Levels:
             f"a lower level of instruction set gives another result than the highest: {what}"
         )
 
-    # Each gets the arguments of the function in records.h.
+    # Each method has the arguments of the function of its name in records.h.
 
     def _values(self, table: int) -> None:
         there = octets(table, self._core.records["Table"].itemsize)
@@ -177,7 +177,7 @@ class Levels:
 
 
 class Copy:
-    """Memory like that of an output after a call, but for the rows of the call, which differ in each byte."""
+    """A copy of an output's memory after a call, with each byte of the call's rows inverted: they must be rewritten."""
 
     def __init__(self, output: Any, rows: Iterable[int]) -> None:
         self._there = octets(output.out_B, output.out_bytes)
@@ -191,7 +191,7 @@ class Copy:
             np.invert(here, out=here)
 
     def moved(self, address: int) -> int:
-        """The address of a byte in this memory, for one in the output's."""
+        """Return the address in the copy for one in the output's memory; any other address is returned unchanged."""
         offset = address - self._there.ctypes.data
         return self.memory.ctypes.data + offset if 0 <= offset < len(self.memory) else address
 
@@ -223,7 +223,7 @@ class BlendingCopy:
 
 
 def octets(address: int, size: int) -> Octets:
-    """The memory at an address."""
+    """Return the memory at an address as an array."""
     if not size:
         return np.empty(0, np.uint8)
     return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)

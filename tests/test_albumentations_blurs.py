@@ -15,7 +15,7 @@ A = albumentations
 functional = pytest.importorskip("albumentations.augmentations.blur.functional")
 
 SIZES = ((9, 12), (1, 1), (2, 70), (33, 20), (41, 37), (64, 21))
-"""Rows that end in whole vectors of OpenCV, and behind them."""
+"""Sizes with rows that end with a whole vector of OpenCV, and with rows that do not."""
 
 
 class Replayed:
@@ -82,7 +82,7 @@ BLURS = {
 @pytest.mark.parametrize("channels", [3, 1])
 @pytest.mark.parametrize("case", BLURS)
 def test_pixels_are_those_of_opencv(case: str, channels: int) -> None:
-    """Bit for bit: sums of floats are rounded in OpenCV's order, behind its vectors, too."""
+    """Pixels equal OpenCV's exactly: sums of floats are rounded in its order, also after the last vector of a row."""
     transform, name, params_of = BLURS[case]
     arrays = images(*SIZES, *SIZES, channels=channels)
     if channels == 1 and name == "compress":
@@ -92,7 +92,7 @@ def test_pixels_are_those_of_opencv(case: str, channels: int) -> None:
 
 @pytest.mark.parametrize("channels", [3, 1])
 def test_downscaling_takes_the_pixels_of_opencv(channels: int) -> None:
-    """Bit for bit, where a side keeps a pixel."""
+    """Downscale gives OpenCV's pixels exactly, if at least one pixel of each side is left."""
     transform = A.Downscale((0.1, 1.0), p=1)
     arrays = images((13, 18), (64, 33), (40, 41), channels=channels) * 3
     scales = lambda ops, shape: {"scale": float(ops[0]["downscale"]["scale"])}  # noqa: E731
@@ -129,7 +129,7 @@ def test_coarse_holes_are_filled(arguments: dict[str, Any]) -> None:
 
 
 def test_holes_after_normalize_hold_the_fill_itself() -> None:
-    """Floats behind Normalize are filled with the numbers that the user gave, also with p < 1."""
+    """After Normalize, holes have the numbers that the user gave, also with p < 1."""
     arrays = images((20, 30)) * 20
     pipeline = A.Compose([A.Normalize(), A.CoarseDropout(fill=-7.25, p=0.5), A.GridDropout(p=0.2)])
     plain = serve(A.Normalize(), arrays[:1])[0]
@@ -144,7 +144,7 @@ def test_holes_after_normalize_hold_the_fill_itself() -> None:
 @pytest.mark.parametrize(("fill", "counts"), [("random", 400), ("random_uniform", 1)])
 @pytest.mark.parametrize("is_float", [False, True])
 def test_holes_of_random_values(fill: str, counts: int, is_float: bool) -> None:
-    """Uniform over the range of the dtype: for each pixel and channel, or one for each channel."""
+    """Random values of holes are uniform over the dtype's range: one for each value, or one for each channel."""
     hole = {"num_holes_range": (1, 1), "hole_height_range": (40, 40), "hole_width_range": (40, 40)}
     dropout = A.CoarseDropout(**hole, fill=fill, p=1)
     transform = A.Compose([A.ToFloat(), dropout]) if is_float else dropout
@@ -199,7 +199,7 @@ def test_masks_get_holes_of_their_own_value(dropout: Any, fill_mask: int | None)
     ids=str,
 )
 def test_other_arguments_are_left_to_albumentations(transform: Any, reason: str) -> None:
-    """What a user reads says which argument it is."""
+    """The reason why a transform runs per sample names the argument."""
     assert reason in refusal_of(transform)
 
 
@@ -210,7 +210,7 @@ def test_a_build_of_opencv_with_other_pixels_is_noticed(monkeypatch: pytest.Monk
 
 
 def test_holes_that_do_not_fit_are_refused() -> None:
-    """The error says which sample; albumentations raises one for these, too."""
+    """If no hole fits into an image, the error names the sample; albumentations raises an error, too."""
     transform = A.CoarseDropout(hole_height_range=(50, 60), hole_width_range=(3, 4), p=1)
     with pytest.raises(ValueError, match="larger than sample 0, which has 9 x 12 px"):
         serve(transform, images((9, 12)))

@@ -1,4 +1,4 @@
-"""albumentations' transforms of values and colours: their pixels, their draws, and what is not served."""
+"""albumentations' transforms of values and colours: pixels, draws, and the reasons for those that run per sample."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["CASES", "NOISE", "assert_drawn_alike", "assert_noise_alike"]
 A = albumentations
 
 SIZES = ((9, 12), (31, 64), (7, 45), (33, 70), (8, 8), (20, 33), (5, 129))
-"""Widths of whole vectors of OpenCV's, and others."""
+"""Sizes with rows of whole vectors of OpenCV, and others."""
 DRAWS = 800
 
 
@@ -176,7 +176,7 @@ VARIED = [name for name, (_, of) in CASES.items() if of not in (of_none, of_mask
 @pytest.mark.parametrize("channels", [3, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_pixels_are_those_of_apply(name: str, channels: int) -> None:
-    """Bit for bit, with the same parameters, for noise and smooth images of odd sizes."""
+    """Pixels equal those of ``apply`` with the same parameters exactly, for noise and smooth images of odd sizes."""
     if channels == 1 and name.startswith(FOR_COLOURS):
         pytest.skip("is for images of three channels")
     make, of = CASES[name]
@@ -185,7 +185,7 @@ def test_pixels_are_those_of_apply(name: str, channels: int) -> None:
 
 @pytest.mark.parametrize("channels", [3, 1])
 def test_brightness_may_be_a_share_of_the_mean(channels: int) -> None:
-    """Of the image at that place in the transform, over all channels."""
+    """The mean is that of the image after the steps before it, over all channels."""
     transform = A.RandomBrightnessContrast(0.9, brightness_by_max=False, p=1)
     arrays = images(*SIZES, channels=channels)
     ops = Served(transform, arrays[0]).ops(arrays[0].shape, len(arrays))[:, 0]["cv_linear"]
@@ -196,7 +196,7 @@ def test_brightness_may_be_a_share_of_the_mean(channels: int) -> None:
 
 
 def test_tables_follow_each_other() -> None:
-    """Several transforms in a row give what each of them gives after the other."""
+    """Several transforms in a row give the same as albumentations' code, run one after the other."""
     steps = [A.InvertImg(p=1), A.RandomGamma((70, 70), p=1), A.Posterize(3, p=1)]
     steps += [
         A.Equalize(p=1),
@@ -240,7 +240,7 @@ def assert_drawn_alike(name: str, count: int) -> None:
 
 @pytest.mark.parametrize("name", VARIED)
 def test_parameters_are_drawn_alike(name: str) -> None:
-    """Each is of the distribution of albumentations' own."""
+    """Each parameter has the distribution that it has in albumentations."""
     assert_drawn_alike(name, DRAWS)
 
 
@@ -257,7 +257,7 @@ NOISE = {
 
 
 def assert_noise_alike(name: str, count: int) -> None:
-    """Compare what becomes of a grey image: of each value alone, and of neighbours together."""
+    """Compare noise on a grey image: the distribution of single values, and of pairs of neighbours."""
     transform = NOISE[name]()
     array = np.full((16, count // 16, 3), 120, np.uint8)
     [params] = parameters(transform, array, 1)
@@ -277,12 +277,12 @@ def assert_noise_alike(name: str, count: int) -> None:
 
 @pytest.mark.parametrize("name", NOISE)
 def test_noise_is_drawn_alike(name: str) -> None:
-    """It has albumentations' distribution, and its numbers do not depend on each other."""
+    """Noise has albumentations' distribution, and its numbers are independent."""
     assert_noise_alike(name, 8000)
 
 
 def test_noise_differs_from_sample_to_sample() -> None:
-    """Its deviation is drawn for each sample, within its range."""
+    """The deviation of noise is drawn for each sample, within its range."""
     array = np.full((16, 16, 3), 120, np.uint8)
     transform = A.GaussNoise(p=1)
     ops = Served(transform, array).ops(array.shape, 200)[:, 0]["cv_noise"]
@@ -311,12 +311,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_is_not_served_says_why(reason: str) -> None:
-    """Such a transform runs per sample, and the reason is given."""
+    """A transform with unsupported arguments runs per sample, and the plan gives the reason."""
     assert reason in refusal_of(REFUSED[reason]())
 
 
 def test_channels_are_not_dropped_of_grey_images() -> None:
-    """Albumentations raises an error for these, so that its own code runs."""
+    """Albumentations raises an error for grey images, so its own code runs."""
     assert "may drop as many channels" in refusal_of(A.ChannelDropout(), channels=1)
 
 
@@ -330,7 +330,7 @@ def saturated(image: np.ndarray, *, fuses: bool) -> np.ndarray:
 
 
 def test_the_variant_of_the_installed_opencv_is_found() -> None:
-    """The image tells roundings apart; a build whose pixels no variant has is refused."""
+    """The image shows which rounding OpenCV uses; a build whose pixels no variant has is refused."""
     fused, plain = (Step("cv_saturation", {"factor": (1.3, 1.3), "fuses": n}) for n in (1, 0))
     for step in (fused, plain):
         apply = partial(saturated, fuses=bool(step.fields["fuses"]))

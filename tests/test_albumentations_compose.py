@@ -1,4 +1,4 @@
-"""albumentations' Compose in whole batches: its pixels, its masks, and what is left to its own code."""
+"""albumentations' Compose in whole batches: pixels, masks, and transforms that run per sample."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ STEADY = {
 @pytest.mark.parametrize("channels", [3, 1])
 @pytest.mark.parametrize("case", STEADY)
 def test_pixels_are_those_of_albumentations(case: str, channels: int) -> None:
-    """Bit for bit, floats too, with the same shapes, dtypes and classes."""
+    """Samples equal albumentations' exactly, floats too, with the same shapes, dtypes and classes."""
     transform = STEADY[case]()
     if channels == 1 and ("(1.0" in str(transform) or "(5.0" in str(transform)):
         pytest.skip("a fill for three channels")
@@ -97,7 +97,7 @@ SYMMETRIES = {
 
 @pytest.mark.parametrize("name", SYMMETRIES)
 def test_symmetries_are_drawn_alike(name: str) -> None:
-    """Each outcome is one of albumentations', and all of them come equally often."""
+    """Each outcome is one of albumentations', and all of them are equally frequent."""
     make, parameter, every = SYMMETRIES[name]
     [array, _] = images((6, 6))
     transform = make()
@@ -107,7 +107,7 @@ def test_symmetries_are_drawn_alike(name: str) -> None:
 
 
 def test_images_that_are_not_square_are_turned() -> None:
-    """Their height and width change places, so that they are served one by one."""
+    """A quarter turn exchanges height and width, so images that are not square are served one by one."""
     arrays = images((6, 9))[:1] * 40
     shapes = {pixels.shape for pixels in serve(A.RandomRotate90(), arrays)}
     assert shapes == {(6, 9, 3), (9, 6, 3)}
@@ -115,7 +115,7 @@ def test_images_that_are_not_square_are_turned() -> None:
 
 @pytest.mark.parametrize("position", ["center", "random"])
 def test_random_crops_are_windows_of_the_padded_image(position: str) -> None:
-    """They are what albumentations crops of it with the same numbers."""
+    """RandomCrop cuts the same windows as albumentations, for the same random numbers."""
     transform = A.RandomCrop(8, 10, pad_if_needed=True, pad_position=position, fill=3.0)
     arrays = images((5, 14))[:1] * 30
     ops = Served(transform, arrays[0]).ops(arrays[0].shape, 30)["window"]
@@ -131,7 +131,7 @@ def test_random_crops_are_windows_of_the_padded_image(position: str) -> None:
 
 
 def dyed(transform: Any, arrays: list[np.ndarray]) -> list[tuple[int, int]]:
-    """Return which flips each image went through, from where its first pixel went."""
+    """Return which flips each image went through, found from the place of its first pixel."""
     return [
         tuple(map(int, np.argwhere(pixels[..., 0] == 255)[0]))
         for pixels in serve(transform, arrays)
@@ -163,7 +163,7 @@ COMPOSITIONS = {
 
 @pytest.mark.parametrize("case", COMPOSITIONS)
 def test_compositions_are_drawn_alike(case: str) -> None:
-    """Each outcome comes as often as in albumentations."""
+    """Each outcome of a composition is as frequent as in albumentations."""
     array = np.zeros((4, 4, 3), np.uint8)
     array[0, 1] = 255  # tells all eight symmetries apart
     transform = COMPOSITIONS[case]()
@@ -195,7 +195,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_is_not_served_says_why(reason: str) -> None:
-    """Such a transform runs per sample, and the reason is given."""
+    """A transform with unsupported arguments runs per sample, and the plan gives the reason."""
     assert reason in refusal_of(REFUSED[reason]())
 
 
@@ -207,7 +207,7 @@ def test_a_transform_alone_has_a_plan() -> None:
 def test_a_later_version_is_served_while_its_attributes_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that has another attribute runs per sample, and the text names that."""
+    """A transform of a later version runs in batches; with another attribute, it runs per sample and is named."""
     monkeypatch.setattr(A, "__version__", "2.0.9")
     flips = A.Compose([A.OneOf([A.HorizontalFlip(), A.VerticalFlip()]), A.D4(), A.Normalize()])
     assert refusal_of(flips) == ""
@@ -219,7 +219,7 @@ def test_a_later_version_is_served_while_its_attributes_are_the_same(
 
 
 def test_a_method_of_the_users_own_is_called() -> None:
-    """A transform with one runs per sample."""
+    """A transform with a replaced method runs per sample."""
     flip = A.HorizontalFlip(p=1)
     flip.apply = lambda image, **_: image
     assert "has a method apply of its own" in refusal_of(flip)
@@ -246,7 +246,7 @@ def test_batches_are_what_default_collate_makes_of_its_results(is_pil: bool) -> 
 
 
 def test_arrays_without_a_transform_come_as_they_are() -> None:
-    """They are stored in planes, but nobody sees that."""
+    """Arrays without a transform are returned as they were given, although they are stored in planes."""
     for channels in (3, 1):
         arrays = images((9, 12), (9, 12), channels=channels)
         with CachedDataset([(array, 0) for array in arrays]) as dataset:
@@ -259,7 +259,7 @@ def test_arrays_without_a_transform_come_as_they_are() -> None:
 @pytest.mark.parametrize("is_pil", [True, False])
 @pytest.mark.parametrize("is_tensor", [True, False])
 def test_masks_are_moved_with_their_images(is_pil: bool, is_tensor: bool) -> None:
-    """By the same draws; transforms of values leave them alone."""
+    """Masks are moved by the draws of their images; transforms of values do not change them."""
     arrays = images((16, 20))[:1] * 12
     masks = [array[..., 0].copy() for array in arrays]
     items: list[Any] = list(zip(arrays, masks, strict=True))
@@ -281,7 +281,7 @@ def test_masks_are_moved_with_their_images(is_pil: bool, is_tensor: bool) -> Non
 
 
 def test_boxes_go_through_albumentations_own_code() -> None:
-    """A target that is a dict has albumentations' names, and comes back with what it made of them."""
+    """A target that is a dict is passed to albumentations by name, and its results are the new target."""
     arrays = images((10, 10))
     items = [(array, {"bboxes": np.array([[1.0, 2, 4, 6]]), "labels": [3]}) for array in arrays]
     boxes = A.BboxParams("pascal_voc", label_fields=["labels"])
@@ -339,7 +339,7 @@ SEEN = {
 
 @pytest.mark.parametrize("case", SEEN)
 def test_callables_that_only_call_it_are_seen_through(case: str) -> None:
-    """The forms in which people write a dataset's transform."""
+    """Callables that only call albumentations, in the forms that people write, run in whole batches."""
     arrays = images((6, 8))
     items = [(array, 0) for array in arrays]
     if case != "without np.array":
@@ -351,7 +351,7 @@ def test_callables_that_only_call_it_are_seen_through(case: str) -> None:
 
 
 def test_callables_of_image_and_mask_are_seen_through() -> None:
-    """If they call it with both at once; apart, or twice, the draws would differ."""
+    """A callable must pass image and mask in one call; in separate calls, or two calls, the draws would differ."""
     arrays = images((6, 8))
     items = [(array, array[..., 0].copy()) for array in arrays]
     with CachedDataset(items, transforms=flip_both) as dataset:
@@ -372,13 +372,13 @@ def test_callables_of_image_and_mask_are_seen_through() -> None:
 
 
 def test_a_step_of_pil_images_behind_np_array_is_not_seen_through() -> None:
-    """It would get an array, which it may take in another way."""
+    """A step of PIL images that would get an array may treat it differently, so it runs per sample."""
     plan = plan_transform(lambda image: torchvision_flip(np.array(image)))
     assert plan.per_sample
 
 
 def test_images_that_become_int64_are_not_seen_through() -> None:
-    """Only masks are labels."""
+    """``long()`` is recognised for masks only, because images are not labels."""
     plan = plan_transform(lambda image: TENSORS(image=np.array(image))["image"].long())
     assert "<lambda>" in str(plan.per_sample)
 
@@ -403,7 +403,7 @@ class Brighter(A.ImageOnlyTransform):
 def test_what_follows_an_unknown_step_is_served_on_whole_batches(
     before: list[Any], channels: int
 ) -> None:
-    """If it gives arrays of as many channels as before; else by albumentations itself."""
+    """Steps after an unknown one run on whole batches if it keeps the channels; otherwise albumentations runs them."""
     arrays = images((9, 12))
     norm = A.Normalize(0.2, 0.7)
     for tail in ([], [ToTensorV2()]):
@@ -417,7 +417,7 @@ def test_what_follows_an_unknown_step_is_served_on_whole_batches(
 
 
 def test_a_transform_that_would_leave_the_mask_behind_is_named() -> None:
-    """Users of albumentations write ``transform=`` for image and mask; here it gets the image only."""
+    """A transform that moves masks, given as ``transform=``, gets only images here, so a warning names it."""
     items = [(image, image[..., 0]) for image in images((9, 12), (9, 12))]
     flips = A.Compose([A.OneOf([A.HorizontalFlip(), A.VerticalFlip()]), ToTensorV2()])
     colours = A.Compose([A.RandomBrightnessContrast(), ToTensorV2()])
@@ -440,7 +440,7 @@ def test_a_transform_that_would_leave_the_mask_behind_is_named() -> None:
 
 
 def test_a_function_of_image_and_mask_that_is_not_seen_through_is_named() -> None:
-    """The warning and the plan say so, and not that masks of another kind are wanted."""
+    """The warning and the plan name the function, and do not ask for masks of another kind."""
     items = [(image, image[..., 0]) for image in images((9, 12), (9, 12))]
     with CachedDataset(items, transforms=flip_apart) as dataset:
         assert "is not a known batch op" in str(dataset.plan.obstacle)

@@ -1,4 +1,4 @@
-"""albumentations' distortions: the pixels that it makes by the same places, which follow from what was drawn."""
+"""albumentations' distortions: its pixels for the same places, which are computed from the drawn ops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Places = tuple[np.ndarray, np.ndarray]
 
 
 def grid_places(transform: Any, op: Any, shape: tuple[int, ...], index: int) -> Places:
-    """Return the columns and rows that pixels come from, of the widths that the op draws."""
+    """Return the columns and rows that pixels come from, computed from the widths of the op's cells."""
     low, high = transform.distort_limit
     key = np.array([op["cv_grid"]["key"]], np.uint64)
     count = transform.num_steps + 1
@@ -66,7 +66,7 @@ class Noise:
         return numbers.astype(dtype).reshape(shape)
 
     def uniform(self, low: float, high: float, size: tuple[int, ...]) -> np.ndarray:
-        """Return numbers of 24 bits, of which each is one step of the stream behind the last."""
+        """Return numbers of 24 bits, each one step of the stream after the last."""
         numbers = np.arange(np.prod(size), dtype=np.uint64) * np.uint64(GAMMA)
         drawn = draw_uniform(numbers + np.uint64(self.key), 0, 0)
         shares = np.floor(drawn * 2**24) / 2**24
@@ -109,14 +109,14 @@ GRIDS = {
 
 @pytest.mark.parametrize("case", GRIDS)
 def test_grids_give_the_pixels_of_apply(case: str) -> None:
-    """Bit for bit, by the widths of cells that were drawn."""
+    """Pixels equal those of ``apply`` exactly, for the drawn widths of cells."""
     sizes = SIZES[:1] if "channels" in case else SIZES  # the fill is for three
     transform = A.GridDistortion(**GRIDS[case], p=1)
     assert not differences(transform, grid_places, *sizes).any()
 
 
 def test_more_cells_than_pixels_leave_the_first_pixel() -> None:
-    """In albumentations, too, if they are not normalized."""
+    """With more cells than pixels, all pixels become the first one, as in albumentations without normalization."""
     transform = A.GridDistortion(9, normalized=False, p=1)
     assert not differences(transform, grid_places, (6, 5)).any()
 
@@ -130,14 +130,14 @@ LENSES = {
 
 @pytest.mark.parametrize("case", LENSES)
 def test_lenses_give_the_pixels_of_apply(case: str) -> None:
-    """Bit for bit, by the amount that was drawn."""
+    """Pixels equal those of ``apply`` exactly, for the drawn amount."""
     transform = A.OpticalDistortion(**LENSES[case], p=1)
     assert not differences(transform, lens_places, *SIZES).any()
 
 
 @pytest.mark.parametrize("interpolation", [NEAREST, LINEAR])
 def test_fish_eyes_give_nearly_the_pixels_of_apply(interpolation: int) -> None:
-    """Places differ in their last bit, which moves few of them to the next share of a pixel."""
+    """Places may differ in the last bit, which moves a few of them to the next fraction of a pixel."""
     transform = A.OpticalDistortion(0.6, interpolation, mode="fisheye", border_mode=2, p=1)
     off = differences(transform, lens_places, (150, 201), (33, 147))
     assert (off > 0).mean() < 0.001
@@ -157,7 +157,7 @@ ELASTIC = {
 
 @pytest.mark.parametrize("case", ELASTIC)
 def test_elastic_transforms_give_the_pixels_of_apply(case: str) -> None:
-    """Bit for bit, by the noise that was drawn."""
+    """Pixels equal those of ``apply`` exactly, for the drawn noise."""
     transform = A.ElasticTransform(**ELASTIC[case], p=1)
     assert not differences(transform, elastic_places, *SIZES, (1, 9)).any()
 
@@ -171,7 +171,7 @@ MADE = {
 
 @pytest.mark.parametrize("case", MADE)
 def test_masks_are_distorted_with_their_images(case: str) -> None:
-    """By the same places, with an interpolation of their own, which is the nearest."""
+    """Masks are distorted by the places of their images, with their own interpolation: the nearest pixel."""
     [array, _] = images((30, 41))
     items = [(array, array[..., 0].copy())] * 6
     for interpolation in (NEAREST, LINEAR):
@@ -197,19 +197,19 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_is_not_served_says_why(reason: str) -> None:
-    """It runs per sample, as it is written."""
+    """A transform with unsupported arguments runs per sample, and the plan gives the reason."""
     assert reason in refusal_of(REFUSED[reason]())
 
 
 def test_images_smaller_than_the_grid_are_named() -> None:
-    """There albumentations divides by zero."""
+    """An image with fewer pixels than cells is named in the error; albumentations divides by zero."""
     [array, _] = images((6, 5))
     with pytest.raises(ValueError, match=r"num_steps=7 .* sample 0, which has 6 x 5 px"):
         serve(A.GridDistortion(7, p=1), [array])
 
 
 def test_another_opencv_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the core does not give its pixels, distortions run per sample."""
+    """If the core does not have the pixels of the installed OpenCV, distortions run per sample."""
     remap = cv2.remap
     monkeypatch.setattr(cv2, "remap", lambda *args, **named: remap(*args, **named) ^ 1)
     opencv_warps.opencv_remap.cache_clear()

@@ -1,4 +1,4 @@
-"""ISONoise: the pixels that albumentations makes of the same noise, and noise of the same distribution."""
+"""ISONoise: albumentations' pixels for the same noise, and noise of the same distribution."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Noise:
 def test_pixels_are_those_of_the_same_noise(
     arguments: dict[str, Any], levels: int, share: float
 ) -> None:
-    """With strong colours, hues below 0 become reds of another kind in OpenCV's vectors."""
+    """Very few pixels differ, most of them by one level: in OpenCV's vectors, hues below 0 become other reds."""
     transform = A.ISONoise(**arguments, p=1)
     arrays = images((40, 31), (90, 121))
     found = []
@@ -76,7 +76,7 @@ def test_pixels_are_those_of_the_same_noise(
 
 
 def test_noise_is_drawn_alike() -> None:
-    """In each half of an image of two colours, whose deviation tells how many grains there are."""
+    """Noise has albumentations' distribution in both halves of an image of two colours."""
     array = np.full((40, 200, 3), (40, 90, 60), np.uint8)
     array[20:] = (30, 60, 200)
     transform = A.ISONoise(color_shift=(1, 1), intensity=(6, 6), p=1)
@@ -88,7 +88,7 @@ def test_noise_is_drawn_alike() -> None:
 
 
 def test_parameters_are_drawn_alike() -> None:
-    """Each is uniform in its range."""
+    """Each parameter is uniform in its range."""
     transform = A.ISONoise(color_shift=(0.1, 0.7), intensity=(0.3, 3), p=1)
     array = np.zeros((4, 4, 3), np.uint8)
     ops = Served(transform, array).ops(array.shape, 4000)["cv_iso"][:, 0]
@@ -99,6 +99,6 @@ def test_parameters_are_drawn_alike() -> None:
 
 
 def test_what_is_not_served_says_why() -> None:
-    """It runs per sample, as it is written."""
+    """A transform with unsupported arguments runs per sample, and the plan gives the reason."""
     assert "has an intensity above 16" in refusal_of(A.ISONoise(intensity=(1, 17)))
     assert "needs images with 3 channels" in refusal_of(A.ISONoise(), channels=1)

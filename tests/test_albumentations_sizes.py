@@ -1,4 +1,4 @@
-"""albumentations' resizes, and crops that are resized: OpenCV's pixels, and albumentations' draws."""
+"""albumentations' resizes and resized crops: OpenCV's pixels, and albumentations' draws."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if cv2.__version__ < "5":
 SIZES = ((32, 40), (48, 60), (37, 101), (7, 5), (150, 18), (3, 90), (1, 1))
 RESULTS = ((16, 20), (48, 33), (5, 64))
 CUBIC_SHARE = 1e-4
-"""Pixels that are one level off where OpenCV takes Intel's IPP: those next to half a level."""
+"""Largest share of pixels that may be one level off if OpenCV uses Intel's IPP: those next to half a level."""
 
 STEADY = {
     "Resize, smaller by areas": lambda: A.Resize(30, 33, area_for_downscale="image"),
@@ -62,7 +62,7 @@ def assert_steady(transform: Any, arrays: list[np.ndarray]) -> None:
 @pytest.mark.parametrize("channels", [3, 1])
 @pytest.mark.parametrize("interpolation", FILTERS)
 def test_each_interpolation_has_the_pixels_of_opencv(interpolation: int, channels: int) -> None:
-    """Bit for bit, for images that grow and images that shrink, and for parts of the result."""
+    """Pixels equal OpenCV's exactly, for images that grow or shrink, and for parts of the result."""
     arrays = images(*SIZES, channels=channels)
     for height, width in RESULTS:
         resize = A.Resize(height, width, interpolation=interpolation)
@@ -72,7 +72,7 @@ def test_each_interpolation_has_the_pixels_of_opencv(interpolation: int, channel
 
 @pytest.mark.parametrize("has_ipp", [True, False])
 def test_cubic_pixels_are_those_of_opencv(has_ipp: bool) -> None:
-    """Bit for bit by OpenCV's own code; by Intel's IPP few are off by one level."""
+    """Cubic pixels equal those of OpenCV's own code exactly; few differ by one level from those of Intel's IPP."""
     if not hasattr(cv2, "ipp") or not cv2.ipp.useIPP():
         pytest.skip("this OpenCV has no IPP")
     arrays = images(*SIZES)
@@ -93,7 +93,7 @@ def test_cubic_pixels_are_those_of_opencv(has_ipp: bool) -> None:
 
 @pytest.mark.parametrize("case", STEADY)
 def test_resizes_have_the_pixels_of_albumentations(case: str) -> None:
-    """Bit for bit, with the same sizes, behind and before other steps too."""
+    """Pixels and sizes equal albumentations' exactly, also before and after other steps."""
     assert_steady(STEADY[case](), images(*SIZES[:-2]))
 
 
@@ -121,7 +121,7 @@ def coords_of(ops: np.ndarray, shape: tuple[int, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CROPS)
 def test_crops_have_the_pixels_of_albumentations(case: str) -> None:
-    """Bit for bit, of the box that was drawn."""
+    """Pixels equal albumentations' exactly, for the box that was drawn."""
     assert_pixels(CROPS[case](), images((40, 50)) * 12, coords_of)
 
 
@@ -163,22 +163,22 @@ def compare_sizes(count: int) -> None:
 
 @pytest.mark.parametrize("case", CROPS)
 def test_crops_are_drawn_alike(case: str) -> None:
-    """Boxes have albumentations' distributions, as integrations/ shows on more draws."""
+    """Boxes have albumentations' distributions; tests/integrations/ compares more draws."""
     compare_crops(CROPS[case](), 1500)
 
 
 def test_what_borders_lose_is_drawn_alike() -> None:
-    """RandomCropFromBorders: each side has albumentations' distribution, and the box its pixels."""
+    """RandomCropFromBorders cuts off as much of each side as albumentations does, and its pixels are the box's."""
     compare_borders(1500)
 
 
 def test_scales_and_lengths_are_drawn_alike() -> None:
-    """RandomScale and a list of lengths: the sizes have albumentations' distributions."""
+    """Sizes of RandomScale, and of a list of lengths, have albumentations' distributions."""
     compare_sizes(1500)
 
 
 def test_scaled_images_have_the_pixels_of_albumentations() -> None:
-    """Those that shrink are averaged if area_for_downscale asks for it."""
+    """RandomScale gives albumentations' pixels; images that shrink are averaged if area_for_downscale asks for it."""
     transform = A.RandomScale(0.5, p=1, area_for_downscale="image")
     arrays = images((20, 33)) * 6
     sizes = Served(transform, arrays[0]).ops(arrays[0].shape, len(arrays))[:, 0]["resize"]
@@ -204,7 +204,7 @@ MASKED = {
 
 @pytest.mark.parametrize("case", MASKED)
 def test_masks_have_the_box_of_their_image_and_their_own_interpolation(case: str) -> None:
-    """Where both are the same, so are the pixels."""
+    """A mask has the box of its image; if both have one interpolation, they have the same pixels."""
     arrays = images((32, 40))[:1] * 6
     items = [(array, array[..., 0].copy()) for array in arrays]
     with CachedDataset(items, transforms=A.Compose([A.NoOp(), MASKED[case]()])) as dataset:
@@ -214,7 +214,7 @@ def test_masks_have_the_box_of_their_image_and_their_own_interpolation(case: str
 
 
 def test_masks_are_not_mixed_by_default() -> None:
-    """The classes of a mask stay what they are where its image is linear."""
+    """By default, masks are resized by the nearest pixel, so that their classes are not mixed."""
     items = [(array, array[..., 0] // 128 * 255) for array in images((32, 40))]
     with CachedDataset(items, transforms=A.Compose([A.RandomResizedCrop((50, 60))])) as dataset:
         [[batch, masks]] = DataLoader(dataset, batch_size=2)
@@ -224,7 +224,7 @@ def test_masks_are_not_mixed_by_default() -> None:
 
 @pytest.mark.parametrize("interpolation", [NEAREST, LINEAR, CUBIC, AREA, LANCZOS])
 def test_of_files_only_what_is_cropped_is_decoded(interpolation: int, tmp_path: Path) -> None:
-    """Their samples are those of whole images."""
+    """Samples of files of which only the crop is decoded equal those of whole images."""
     for number, array in enumerate(images((90, 130), (140, 80))):
         (tmp_path / str(number)).mkdir()
         Image.fromarray(array).save(tmp_path / str(number) / "0.jpg")
@@ -255,13 +255,13 @@ def test_nearest_exact_rounds_ties_as_the_installed_opencv_does() -> None:
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_is_not_served_says_why(reason: str) -> None:
-    """It runs per sample, as it is written."""
+    """A transform with unsupported arguments runs per sample, and the plan gives the reason."""
     assert reason in refusal_of(REFUSED[reason]())
 
 
 @pytest.fixture
 def fresh_filters() -> Iterator[None]:
-    """Filters that were found are forgotten, before and after."""
+    """Forget the filters that were found, before and after a test."""
     opencv_filter.cache_clear()
     yield
     opencv_filter.cache_clear()
@@ -270,7 +270,7 @@ def fresh_filters() -> Iterator[None]:
 def test_an_opencv_with_other_pixels_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, fresh_filters: None
 ) -> None:
-    """One whose pixels no filter of the core has runs per sample, each interpolation on its own."""
+    """If no filter of the core has OpenCV's pixels for an interpolation, resizes by that one run per sample."""
     resize = cv2.resize
 
     def other(image: np.ndarray, dsize: Any, **options: Any) -> np.ndarray:

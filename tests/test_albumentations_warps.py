@@ -65,7 +65,7 @@ STEADY = {
 @pytest.mark.parametrize("channels", [3, 1])
 @pytest.mark.parametrize("case", STEADY)
 def test_pixels_are_those_of_albumentations(case: str, channels: int) -> None:
-    """Bit for bit, in frames of the same size."""
+    """Pixels and sizes equal albumentations' exactly."""
     transform = STEADY[case]()
     sizes = SIZES[:2] if "cropped" in case else SIZES  # of others no pixel would be left
     arrays = images(*sizes, channels=channels)
@@ -77,7 +77,7 @@ def test_pixels_are_those_of_albumentations(case: str, channels: int) -> None:
 
 @pytest.mark.parametrize("make", [shift_scale_rotate, lambda: A.SafeRotate(p=1)])
 def test_drawn_maps_give_the_pixels_of_warp_affine(make: Any) -> None:
-    """OpenCV, which is given the inverse of the matrix that was drawn, makes them from it."""
+    """Pixels equal those of OpenCV's warpAffine, called with the map that was drawn."""
     arrays = images((37, 52))[:1] * 12
     transform = make()
     ops = Served(transform, arrays[0]).ops(arrays[0].shape, 12)["cv_warp"][:, 0]
@@ -104,7 +104,7 @@ PERSPECTIVES = {
 
 @pytest.mark.parametrize("case", PERSPECTIVES)
 def test_perspectives_give_the_pixels_of_apply(case: str) -> None:
-    """They are made by ``apply`` from the inverse of the map that was drawn."""
+    """Pixels equal those of ``apply``, called with the inverse of the map that was drawn."""
     transform = A.Perspective(**PERSPECTIVES[case], p=1)
     arrays = images((37, 52), (37, 52), (37, 52))
     ops = Served(transform, arrays[0]).ops(arrays[0].shape, len(arrays))["cv_warp"][:, 0]
@@ -118,7 +118,7 @@ def test_perspectives_give_the_pixels_of_apply(case: str) -> None:
 
 
 def test_masks_are_moved_with_their_images() -> None:
-    """By the same map, with an interpolation and a fill of their own."""
+    """Masks are moved by the map of their image, with their own interpolation and fill."""
     [array, _] = images((30, 41))
     items = [(array, array[..., 0].copy())] * 6
     for image_interpolation in (NEAREST, LINEAR):
@@ -142,12 +142,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_is_not_served_says_why(reason: str) -> None:
-    """It runs per sample, as it is written."""
+    """A transform with unsupported arguments runs per sample, and the plan gives the reason."""
     assert reason in refusal_of(REFUSED[reason]())
 
 
 def test_another_opencv_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no program of the core gives its pixels, warps run per sample."""
+    """If no program of the core gives the pixels of the installed OpenCV, warps run per sample."""
     warp = cv2.warpAffine
     monkeypatch.setattr(cv2, "warpAffine", lambda *args, **named: warp(*args, **named) ^ 1)
     opencv_warps.opencv_program.cache_clear()

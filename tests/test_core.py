@@ -1,4 +1,4 @@
-"""The compiled core's door: which library is opened, and what is said where none can be."""
+"""Opening the compiled core: which library is chosen, and the error if there is none for this machine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_level_is_what_the_system_says_of_the_cpu() -> None:
 
 @needs_library
 def test_the_highest_level_that_the_cpu_has_is_opened(copy: Path) -> None:
-    """Without the libraries of higher levels the next lower one serves; with one of a level too high, none does."""
+    """Without the libraries of higher levels the next lower one is opened; a level above the CPU's is an error."""
     level = library.load().functions.fastdata_cpu_level()
     for each in reversed(LIBRARIES):
         if int(each.stem[-1]) <= level:
@@ -71,7 +71,7 @@ def test_the_highest_level_that_the_cpu_has_is_opened(copy: Path) -> None:
 
 @needs_library
 def test_a_library_of_other_sources_is_refused(copy: Path) -> None:
-    """After a change of a C file an editable install says that it must be built again."""
+    """After a C file of an editable install has changed, the error asks to install fastdata again."""
     with (copy / "core.h").open("a") as file:
         file.write("\n")
     with pytest.raises(
@@ -90,7 +90,7 @@ def without_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     library.load.cache_clear()
 
 
-def test_a_missing_library_is_said(without_library: Path) -> None:
+def test_a_missing_library_is_an_error(without_library: Path) -> None:
     """If nothing was built, the obstacle names folder, system and machine, and load raises the same text."""
     assert f"{without_library} has no core-level" in (library.obstacle() or "")
     with pytest.raises(OSError, match=f"without its compiled core.*this is {sys.platform}"):
@@ -99,7 +99,7 @@ def test_a_missing_library_is_said(without_library: Path) -> None:
 
 @pytest.mark.usefixtures("without_library")
 def test_a_loader_without_the_library_does_not_advise_on_steps() -> None:
-    """The warning ends with what the obstacle says of the machine, and blames no step of the transform."""
+    """The warning ends with the text of the obstacle, and does not advise to change the transform."""
     flip = pytest.importorskip("torchvision").transforms.RandomHorizontalFlip()
     samples = level_samples(2, (3, 5, 6))
     with (
@@ -111,14 +111,14 @@ def test_a_loader_without_the_library_does_not_advise_on_steps() -> None:
 
 
 def test_a_damaged_library_is_an_obstacle(tmp_path: Path) -> None:
-    """A file that is no library is an OSError that names it, as where there is none."""
+    """A file that is not a library raises an OSError that names it."""
     (tmp_path / f"core-level1{library.ENDING}").write_bytes(b"not a library")
     with pytest.raises(OSError, match=r"core-level1|not a valid"):
         library.open_library(tmp_path)
 
 
 def test_importing_opens_no_library(fresh: Interpreters) -> None:
-    """`import fastdata` loads the core of no level."""
+    """``import fastdata`` does not open a library of the core."""
     code = "import fastdata; from fastdata.pixels.core import library; print(library.load.cache_info().currsize)"
     done = fresh.run(code)
     assert done.stdout == "0\n", done.stderr

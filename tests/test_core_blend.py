@@ -1,4 +1,4 @@
-"""Rows that the core makes of two samples each, while they are served and afterwards."""
+"""Rows of a batch that the core mixes from two samples each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def written(blend: Blend, samples: torch.Tensor, *, is_last: bool) -> torch.Tens
 @pytest.mark.parametrize("name", BLENDS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_rows_are_rounded_as_torch_rounds_them(dtype: str, name: str, is_last: bool) -> None:
-    """Each product is rounded to the dtype, then their sum, by numbers that torch takes as Python's."""
+    """Each product is rounded to the dtype, then their sum, as torch does with Python's numbers as factors."""
     samples = samples_of(dtype)
     blend = blend_of(name, is_mirrored=is_last)
     partners = blend.partners_of(samples)
@@ -113,7 +113,7 @@ def test_the_device_and_the_core_mix_alike(dtype: str, scaling: str) -> None:
 @pytest.mark.parametrize("is_mirrored", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 9])
 def test_samples_are_at_their_places_when_a_row_is_written(count: int, is_mirrored: bool) -> None:
-    """Few places suffice for any batch: none is taken again before the rows of its sample are written."""
+    """Three places are enough for any batch: a place is used again only after the rows of its sample are written."""
     if is_mirrored and count % 2:
         return  # timm refuses those
     order, places = serving_order(count, is_mirrored=is_mirrored)
@@ -129,7 +129,7 @@ def test_samples_are_at_their_places_when_a_row_is_written(count: int, is_mirror
     assert not waiting
 
 
-def test_what_has_no_place_is_refused() -> None:
+def test_rows_and_boxes_outside_of_their_memory_are_refused() -> None:
     """A row beyond the batch and a box beyond the image are errors, and nothing is written."""
     samples = samples_of("float32")
     out = torch.zeros_like(samples)

@@ -1,4 +1,4 @@
-"""``memory_format=torch.channels_last``: the values of planar batches, which the core writes so."""
+"""``memory_format=torch.channels_last``: batches have the values of planar ones, and the core writes them directly."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def floats(dtype: torch.dtype, channels: int) -> list[Any]:
 
 
 def check(make: Callable[..., Any]) -> None:
-    """Batches of ``make(memory_format=...)`` are those without it, channels last."""
+    """Assert that the batches of ``make(memory_format=LAST)`` are those of ``make()``, in that format."""
     planar, last = list(make()), list(make(memory_format=LAST))
     assert len(planar) == len(last) > 0
     for wanted, found in zip(planar, last, strict=True):
@@ -70,7 +70,7 @@ def check(make: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_loaders(channels: int, engine: dict[str, Any]) -> None:
-    """All dtypes, in the training loop, from threads and worker processes."""
+    """Batches of all dtypes have the format, read in the training loop, by threads and by worker processes."""
     for dtype in DTYPES:
         dataset = prepared(*WINDOW, *floats(dtype, channels), channels=channels)
         check(lambda dataset=dataset, **given: DataLoader(dataset, 8, **given, **engine))
@@ -79,7 +79,7 @@ def test_loaders(channels: int, engine: dict[str, Any]) -> None:
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_core_writes_channels_last(dtype: torch.dtype, channels: int) -> None:
-    """Also where wide rows are taken in parts, and noise and rectangles come behind the conversion."""
+    """The values are those of planar memory, also in wide rows, which are converted in parts, and after erasing."""
     ends = floats(dtype, channels)
     if ends:
         ends += [v2.RandomErasing(1.0, value=0.5), v2.RandomErasing(0.5, value="random")]
@@ -120,7 +120,7 @@ def test_what_is_not_served_whole_is_converted(engine: dict[str, Any]) -> None:
 
 
 def test_subsets_and_joined_datasets() -> None:
-    """One whose samples are served as they are stored has the batch converted."""
+    """Subsets and joined datasets give the format, also for samples that come from the store unchanged."""
     crop = v2.RandomCrop((16, 18))
     as_stored = CachedDataset(Images())
     parts = [prepared(crop), prepared(v2.RandomHorizontalFlip()), as_stored]
@@ -128,8 +128,8 @@ def test_subsets_and_joined_datasets() -> None:
         check(lambda dataset=dataset, **given: DataLoader(dataset, 8, **given))
 
 
-def test_prefetchers_have_it_of_their_loader() -> None:
-    """On the CPU as elsewhere, and so does a loader that was made again of its attributes, as Lightning does."""
+def test_prefetchers_keep_the_format_of_their_loader() -> None:
+    """A prefetcher on the CPU keeps the format, and so does a loader that was pickled."""
     dataset = prepared(*WINDOW, *floats(torch.float32, 3))
     loader = DataLoader(dataset, 8, memory_format=LAST)
     assert loader.memory_format is LAST
@@ -139,7 +139,7 @@ def test_prefetchers_have_it_of_their_loader() -> None:
 
 
 def test_another_format_is_refused() -> None:
-    """Images have two that batches may come in."""
+    """A memory format other than the two of image batches is an error that names those."""
     with pytest.raises(
         ValueError, match=r"memory_format=torch\.channels_last_3d is not one of torch\.contiguous"
     ):
@@ -148,7 +148,7 @@ def test_another_format_is_refused() -> None:
 
 @pytest.mark.parametrize("step", [v2.RandomGrayscale(0.5), v2.RandomHorizontalFlip(0.5)])
 def test_files_that_are_served_whole(step: Any, tmp_path: Path) -> None:
-    """A kept file of which nothing is changed is decoded to the format of its batch, as all others are."""
+    """A stored JPEG that no step changes is decoded directly to its place in a channels_last batch."""
     rng = np.random.default_rng(0)
     (tmp_path / "images" / "class").mkdir(parents=True)
     for number in range(16):

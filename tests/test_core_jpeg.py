@@ -1,6 +1,6 @@
-"""JPEG files decoded by the core through Pillow's libjpeg-turbo: Pillow's pixels, verdict and words, of boxes too.
+"""JPEG files decoded by the core through Pillow's libjpeg-turbo: pixels and errors are Pillow's, also for boxes.
 
-``.ci/run`` runs them under AddressSanitizer and UBSan as well. ``FASTDATA_FUZZ`` is how many damaged files are tried.
+``.ci/run`` also runs these tests under AddressSanitizer and UBSan. ``FASTDATA_FUZZ`` is the number of damaged files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ SAMPLINGS = {
     "4:4:0": (1, 0x12),
     "4:1:1": (2, 0x41),
 }
-"""Pillow's number, and the sampling factors that its file is given instead: of as many blocks, in another order."""
+"""Subsampling -> Pillow's number for the file, and the factors that its header then gets, if Pillow cannot write them.
+These factors have as many blocks as Pillow's, in another order."""
 KINDS: dict[str, dict[str, Any]] = {
     "baseline": {},
     "progressive": {"progressive": True},
@@ -69,7 +70,7 @@ def saved(image: Image.Image, **options: Any) -> bytes:
 
 
 def jpeg_file(sampling: str, kind: str, height: int, width: int) -> bytes:
-    """A file of these samplings, which Pillow does not write all of: the blocks of another one in other places."""
+    """Return a file with a subsampling. If Pillow cannot write it, the header of another file is changed."""
     if sampling == "grey":
         return saved(photo(height, width).convert("L"), **KINDS[kind])
     number, factors = SAMPLINGS[sampling]
@@ -90,13 +91,13 @@ def jpeg_file(sampling: str, kind: str, height: int, width: int) -> bytes:
 
 
 def pixels_of(data: bytes) -> np.ndarray:
-    """Planes, as Pillow decodes them."""
+    """Return the planes (3, H, W) of a file, decoded by Pillow."""
     pixels = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
 def held(pixels: np.ndarray) -> Samples:
-    """One sample for the core; its memory is the caller's to keep."""
+    """Return one sample for the core; the caller must keep the array alive."""
     return Samples(addresses_of([pixels]), np.array([pixels.shape], np.int32))
 
 
@@ -105,7 +106,7 @@ def refuse(b: int) -> Any:
 
 
 def boxes(rng: np.random.Generator, height: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Boxes that touch all borders and none, down to one pixel."""
+    """Yield boxes that touch all borders, some or none, down to one pixel."""
     yield 0, 0, height, width
     for _ in range(BOXES):
         top, left = int(rng.integers(height)), int(rng.integers(width))
@@ -115,7 +116,7 @@ def boxes(rng: np.random.Generator, height: int, width: int) -> Iterator[tuple[i
 
 
 def cut(opened: OpenedImages, box: tuple[int, int, int, int]) -> np.ndarray:
-    """A box of the only image, (3, h, w)."""
+    """Return a box of the only image, (3, h, w)."""
     _, height, width = opened.shapes_B3[0].tolist()
     top, left, h, w = box
     border = {"left": -left, "top": -top, "right": left + w - width, "bottom": top + h - height}
@@ -130,7 +131,7 @@ def cut(opened: OpenedImages, box: tuple[int, int, int, int]) -> np.ndarray:
 def test_any_box_has_the_pixels_of_the_whole(
     sampling: str, kind: str, levels_agree: Levels
 ) -> None:
-    """Bit for bit as Pillow decodes the whole image, whatever the sampling, wherever the box lies."""
+    """The pixels of a box equal those of the whole image, decoded by Pillow, for each subsampling and kind."""
     if kind != "baseline":  # a kind is libjpeg's part, which has no levels
         levels_agree.uninstall()
     rng = np.random.default_rng([len(sampling), len(kind)])
@@ -150,7 +151,7 @@ def test_any_box_has_the_pixels_of_the_whole(
 
 
 def test_a_program_reads_only_what_it_needs_and_serves_the_same() -> None:
-    """Random geometry on a file gives what it gives on the whole image's pixels, one view or two."""
+    """Random geometry on a file gives the same as on the pixels of the whole image, for one view and for two."""
     rng = np.random.default_rng(3)
 
     def pick(*of: Any) -> Any:
@@ -195,7 +196,7 @@ def test_a_program_reads_only_what_it_needs_and_serves_the_same() -> None:
 
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("size", [40, (70, 50), (200, 300)])
-def test_a_crop_behind_a_resize_is_made_of_its_support(name: str, size: Any) -> None:
+def test_a_crop_after_a_resize_reads_only_its_support(name: str, size: Any) -> None:
     """Resize and CenterCrop give the same pixels from a file as from its whole image, in every filter and domain."""
     data = saved(photo(260, 310))
     for crop in ((32, 24), (1, 40), (40, 1)):
@@ -211,12 +212,15 @@ def test_a_crop_behind_a_resize_is_made_of_its_support(name: str, size: Any) -> 
             assert np.array_equal(found, next(program.prepare(held(pixels))))
 
 
+@pytest.mark.parametrize("order", ["II", "MM"])
 @pytest.mark.parametrize("orientation", range(10))
-def test_exif_turns_the_box(orientation: int) -> None:
-    """Boxes of an upright image are those of what exif_transpose makes of it, in both byte orders."""
+def test_exif_turns_the_box(orientation: int, order: str) -> None:
+    """Boxes of an upright image equal those of exif_transpose's result, for EXIF data of both byte orders."""
     exif = Image.Exif()
+    exif.endian = {"II": "<", "MM": ">"}[order]
     exif[0x112] = orientation
     data = saved(photo(50, 75), exif=exif)
+    assert b"Exif\0\0" + order.encode() in data
     upright = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))).transpose(2, 0, 1)
     opened = OpenedImages.of_files([data], refuse, upright=True)
     assert tuple(opened.shapes_B3[0]) == upright.shape
@@ -226,8 +230,8 @@ def test_exif_turns_the_box(orientation: int) -> None:
         )
 
 
-def test_xmp_goes_to_pillow_where_images_are_turned() -> None:
-    """XMP may have an orientation; nothing in it keeps Pillow from opening a file."""
+def test_files_with_xmp_go_to_pillow_if_images_are_turned() -> None:
+    """XMP data may have an orientation. If images are not turned, the core decodes such files."""
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
     data = saved(photo(9, 16), xmp=xmp)
     with pytest.raises(AssertionError, match="file 0 went to Pillow"):
@@ -236,7 +240,7 @@ def test_xmp_goes_to_pillow_where_images_are_turned() -> None:
 
 
 def verdict(open_it: Callable[[], Any]) -> Any:
-    """Pixels, or the type and words of the error."""
+    """Return the bytes of the pixels, or the type and the text of the error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -246,7 +250,7 @@ def verdict(open_it: Callable[[], Any]) -> Any:
 
 
 def damaged(data: bytes, rng: np.random.Generator) -> bytes:
-    """A file with some bytes changed, cut out or put in, or with its end missing."""
+    """Return a file with some bytes changed, removed or added, or with its end missing."""
     changed = bytearray(data)
     for _ in range(rng.integers(1, 5)):
         at = int(
@@ -271,7 +275,7 @@ def damaged(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def test_damaged_files_are_judged_by_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is done to a file, its pixels, those of a box and the error are Pillow's, and nothing crashes."""
+    """Whatever the damage is, pixels, boxes and errors are Pillow's, and nothing crashes."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1 << 20)
     files = [
         jpeg_file(sampling, kind, 40, 61) for sampling in (*SAMPLINGS, "grey") for kind in KINDS
@@ -318,16 +322,16 @@ def crop_of(whole: np.ndarray) -> np.ndarray:
     return np.array(crop(Image.fromarray(whole.transpose(1, 2, 0)))).transpose(2, 0, 1)
 
 
-def test_a_size_is_checked_before_there_is_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header that claims more pixels than PIL allows is PIL's to refuse; none is decoded."""
+def test_a_file_with_more_pixels_than_pillow_allows_goes_to_pillow() -> None:
+    """The core reads the size from the header, and leaves the error to Pillow."""
     data = bytearray(saved(photo(8, 8)))
     frame = data.index(b"\xff\xc0")
     data[frame + 5 : frame + 9] = b"\xff\xff\xff\xff"
     with pytest.raises(Image.DecompressionBombError):
-        decode_image(bytes(data))
+        OpenedImages.of_files([bytes(data)], lambda _: pixels_of(bytes(data)))
 
 
-def test_a_damaged_file_stays_one() -> None:
+def test_a_damaged_file_stays_a_file() -> None:
     """Pillow's error for a damaged file is raised each time: its bytes are never used as pixels."""
     data = saved(photo(61, 90))[:-400]
     opened = OpenedImages.of_files([data], lambda _: pixels_of(data))
@@ -337,7 +341,7 @@ def test_a_damaged_file_stays_one() -> None:
 
 
 def without(data: bytes, marker: int) -> bytes:
-    """A file without its tables of one kind."""
+    """Return a file without its tables of one kind."""
     kept = data[:2]
     at = 2
     while data[at + 1] != 0xDA:  # the scan
@@ -348,8 +352,8 @@ def without(data: bytes, marker: int) -> bytes:
 
 
 @pytest.mark.parametrize("marker", [0xC4, 0xDB], ids=["Huffman", "quantisation"])
-def test_a_file_is_decoded_by_no_tables_of_another(marker: int) -> None:
-    """A decoder serves one file after the other: one that lacks tables has the usual ones, or is Pillow's to judge."""
+def test_a_file_is_not_decoded_by_the_tables_of_another_file(marker: int) -> None:
+    """One decoder decodes all files: without Huffman tables a file has the standard ones, without quanta it fails."""
     jpeg, _ = open_libjpeg()
     assert jpeg is not None
     data = without(saved(photo(40, 61)), marker)
@@ -376,7 +380,7 @@ def test_a_file_that_lacks_scans_is_smoothed_as_pillow_does(
         assert np.array_equal(cut(opened, (11, 20, 30, 41)), wanted[:, 11:41, 20:61])
 
 
-def test_a_library_without_libjpeg_is_said_to_have_none() -> None:
+def test_a_library_without_libjpeg_is_an_error() -> None:
     """The error names a Pillow without a shared libjpeg-turbo, such as its wheels for Windows."""
     with pytest.raises(
         OSError, match=r"is not linked to a shared libjpeg-turbo: it has no jpeg_CreateDecompress"

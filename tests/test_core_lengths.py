@@ -1,4 +1,4 @@
-"""The core's door: arrays whose lengths do not fit are refused, and no memory beside a batch is written."""
+"""Arrays whose lengths do not fit are refused, and the core writes no memory outside of a batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def program_of(dtype: str, store: ArrayStore) -> Program:
 
 
 def guarded(rows: int, dtype: Any = np.uint8) -> tuple[np.ndarray, np.ndarray]:
-    """Memory for a batch in the middle of more, and all of it as bytes."""
+    """Return memory for a batch in the middle of a larger block, and the whole block as bytes."""
     whole = np.full((3 * BATCH, 3, CROP_PX, CROP_PX), 0, dtype)
     every_byte = whole.view(np.uint8)
     every_byte[...] = GUARD
@@ -54,7 +54,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("gives_views", [True, False], ids=["views", "decoded"])
 @pytest.mark.parametrize("name", WRONG)
 def test_lengths_that_do_not_fit_are_refused(name: str, gives_views: bool) -> None:
-    """Rows, visits and room that are not one for each index raise, and the bytes around stay as they are."""
+    """If rows, visits or memory do not fit the indices, there is an error, and the bytes around do not change."""
     store = ArrayStore(make_images(BATCH, (SIDE_PX, SIDE_PX)), gives_views=gives_views)
     changed, match = WRONG[name]
     out, every_byte = guarded(changed.get("rows", BATCH))
@@ -118,7 +118,7 @@ def test_every_random_set_of_lengths_is_served_or_refused() -> None:
 
 @pytest.mark.skipif(open_libjpeg()[0] is None, reason="Pillow has no shared libjpeg-turbo")
 def test_jpeg_files_need_their_sizes_and_fitting_memory() -> None:
-    """A size is needed for each file, and memory that is uint8 and lies in one piece."""
+    """Each file needs a size, and its pixels need contiguous memory of uint8."""
     jpeg, _ = open_libjpeg()
     assert jpeg is not None
     [planes] = make_images(1, (SIDE_PX, SIDE_PX))

@@ -1,4 +1,4 @@
-"""Thousands of random programs on images of random shapes: torchvision's pixels, and no byte read beside an image.
+"""Thousands of random programs on images of random shapes: torchvision's pixels, and no read outside of an image.
 
 ``.ci/run`` runs them under AddressSanitizer and UBSan as well.
 """
@@ -80,14 +80,14 @@ DRAWN = {
     "RandomRotation",
     "TrivialAugmentWide",
 }
-"""Run only: what torchvision would make of the same draws is in test_steps.py."""
+"""Steps that only run here: test_steps.py compares their pixels with torchvision's, by the same draws."""
 
 
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("form", ["pil", "tensor"])
 @pytest.mark.parametrize("api", ["v1", "v2"])
 def test_random_programs(api: str, form: str, number: int) -> None:
-    """Each gives torchvision's pixels where every step of it does, or is refused where torchvision refuses it."""
+    """A program of exact steps gives torchvision's pixels; it is refused only if torchvision raises an error, too."""
     rng = np.random.default_rng([number, api == "v1", form == "pil"])
 
     def pick(*of: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tables that a transform is compiled to: what is drawn of them, and what the core does with those out of order."""
+"""Tables that a transform is compiled to: their draws, and damaged tables, which the core refuses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def steps_of(*codes: str) -> np.ndarray:
 
 
 def table_of(*rows: tuple[str, int, int]) -> Table:
-    """Steps of these codes, with where their children begin and how many they are."""
+    """Return a table with a step for each (code, place of the first child, number of children)."""
     steps = steps_of(*(code for code, _, _ in rows))
     for step, (_, first, count) in zip(steps, rows, strict=True):
         step["first"], step["count"] = first, count
@@ -109,7 +109,7 @@ def test_a_crop_of_what_cannot_be_padded_is_refused(border: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_tables_are_served_or_refused(seed: int, levels_agree: Levels) -> None:
-    """None ends the process; ``.ci/run`` has many more of them, under AddressSanitizer."""
+    """No random table ends the process; ``.ci/run`` tries many more of them, under AddressSanitizer."""
     levels_agree.compares = False  # some have infinities
     outcomes = {run_once(1000 * seed + number) for number in range(100)}
     assert {"served", "table"} <= outcomes

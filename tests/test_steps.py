@@ -1,8 +1,8 @@
-"""Every step that is served in batches gives torchvision's or timm's own pixels, and draws as they do.
+"""Every step that runs on whole batches gives torchvision's or timm's pixels, with the same distribution of draws.
 
-How far pixels may be off is what docs/served-steps.md says. A step with one outcome for given draws is held against
-itself. One with many is run along every path that its random draws can take, which gives all its outcomes and the
-chance of each: ours must be among them, as often.
+docs/served-steps.md states by how many levels pixels may differ. A step with one outcome for given draws is compared
+with the user's step itself. A step with many outcomes is run along every path that its random draws can take. That
+gives all outcomes and their probabilities: those of fastdata must be among them, and be as frequent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ all_forms = pytest.mark.parametrize("form", ["pil", "tensor"])
 
 
 def read_table() -> dict[tuple[str, str, str], int]:
-    """Levels of each (step, API, form) that the docs name."""
+    """Return the levels of each (step, API, form) in the table of docs/served-steps.md."""
     table: dict[tuple[str, str, str], int] = {}
     for line in (
         Path(__file__)
@@ -177,7 +177,7 @@ def program_of(step: Any, store: ArrayStore) -> Program:
 
 
 def serve_many(step: Any, array: np.ndarray, form: str, count: int) -> np.ndarray:
-    """One image as ``count`` samples of one batch."""
+    """Return one image as ``count`` samples of one batch, each with its own draws."""
     store = ArrayStore([array] * count, form)
     program = program_of(step, store)
     shape, dtype = program.output(array.shape) or ((), np.dtype(np.uint8))
@@ -197,7 +197,7 @@ def smooth_image(size: tuple[int, int]) -> np.ndarray:
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_as_close_as_the_docs_say(case: str) -> None:
-    """Colour and gray images, noisy, smooth and plain ones of several sizes, come out as the step itself makes them."""
+    """Noisy, smooth and plain images, in colour and grey, of several sizes, are as close to the step as docs state."""
     for (step_name, api, form), level in LEVELS.items():
         if step_name != step_of(case) or api not in APIS:
             continue
@@ -220,7 +220,7 @@ def test_steps_are_as_close_as_the_docs_say(case: str) -> None:
 
 
 def wanted(step: Any, sample: Any, index: int) -> np.ndarray:
-    """The step with the parameters that fastdata draws for this sample."""
+    """Return the result of the step itself, with the parameters that fastdata draws for this sample."""
     if type(step).__name__ != "RandomPerspective":
         return reference([step], sample, index)
     api = (
@@ -289,7 +289,7 @@ SMALL = [(8, 8), (5, 9), (31, 104), (89, 44)]
 @all_forms
 @pytest.mark.parametrize("interpolation", [NEAREST, BILINEAR], ids=["nearest", "bilinear"])
 def test_warps_at_any_angle(api: Any, form: str, interpolation: Any) -> None:
-    """At right angles places fall between two pixels, and the last bit of a matrix decides for one of them."""
+    """Pixels are close even at right angles, where places are between two pixels and a matrix's last bit decides."""
     how = {"interpolation": interpolation}
     for angle, fill, center in itertools.product(
         (45, 90, 270, 333.25), (7, None), (None, (27, 32))
@@ -310,7 +310,7 @@ def test_warps_at_any_angle(api: Any, form: str, interpolation: Any) -> None:
 @all_forms
 @pytest.mark.parametrize("interpolation", [NEAREST, BILINEAR], ids=["nearest", "bilinear"])
 def test_perspectives_of_small_images(api: Any, form: str, interpolation: Any) -> None:
-    """The equations of a few pixels are nearly singular, and solved as torchvision solves them, or refused as there."""
+    """Equations of tiny images are nearly singular; they have torchvision's solution, or are an error as there."""
     sizes = list(itertools.product((2, 3, 5, 8), (2, 4, 7)))
     for distortion, fill in itertools.product((0.5, 1.0), (7, None)):
         step = api.RandomPerspective(distortion, 1.0, interpolation=interpolation, fill=fill)
@@ -318,7 +318,7 @@ def test_perspectives_of_small_images(api: Any, form: str, interpolation: Any) -
 
 
 def assert_close(step: Any, arrays: list[np.ndarray], form: str) -> None:
-    """A warp of each image is as close to the step itself as the docs say."""
+    """Assert that the warp of each image is as close to the step itself as the docs state."""
     api = "v2" if type(step).__module__.startswith("torchvision.transforms.v2") else "v1"
     store = ArrayStore(arrays, form)
     program = program_of(step, store)
@@ -341,7 +341,7 @@ def assert_close(step: Any, arrays: list[np.ndarray], form: str) -> None:
 
 
 class Paths:
-    """Runs a function along every path that its random draws can take; knows the chance of the present one."""
+    """Runs a function along every path that its random draws can take, and computes the probability of each."""
 
     def __init__(self) -> None:
         self._path: list[list[int]] = []  # of each choice: what is taken, and of how many
@@ -349,7 +349,7 @@ class Paths:
         self.chance = 1.0
 
     def choose(self, shares: Sequence[float]) -> int:
-        """Take one of several ways, of which those without a share are none."""
+        """Take one of several ways; ways with a share of 0 are left out."""
         open_ways = [way for way, share in enumerate(shares) if share > 0]
         if self._at == len(self._path):
             self._path.append([0, len(open_ways)])
@@ -359,7 +359,7 @@ class Paths:
         return way
 
     def run_all(self, run: Callable[[], Any]) -> Iterator[tuple[Any, float]]:
-        """Give what each path returns, and its chance."""
+        """Return the result of each path, and its probability."""
         while True:
             self._at, self.chance = 0, 1.0
             yield run(), self.chance
@@ -369,7 +369,7 @@ class Paths:
                 return
             self._path[-1][0] += 1
 
-    # In the place of torch's, Python's and NumPy's functions.
+    # These replace functions of torch, Python and NumPy.
 
     def randint(
         self, *bounds: Any, low: int = 0, high: int = 0, size: Any = None, dtype: Any = None
@@ -397,7 +397,7 @@ class Paths:
 
 
 class Uniform:
-    """A number in [0, 1) that is only compared."""
+    """Stands for a number in [0, 1) that code only compares with others."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -415,7 +415,7 @@ class Uniform:
 
 
 def outcomes_of(step: Any, sample: Any) -> dict[bytes, float]:
-    """All different outcomes of a step, and the chance of each."""
+    """Return all different outcomes of a step, and the probability of each."""
     paths = Paths()
     chances: dict[bytes, float] = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -431,9 +431,9 @@ def outcomes_of(step: Any, sample: Any) -> dict[bytes, float]:
 
 
 def assert_served(step: Any, array: np.ndarray, form: str, level: int, count: int) -> None:
-    """All that is served is an outcome of the step, within ``level``, and each occurs as often as it should.
+    """Assert that each served image is an outcome of the step, within ``level``, and that outcomes are as frequent.
 
-    A count is off by more than 5 deviations once in two million times, if draws are right.
+    If draws are right, a count is off by more than 5 standard deviations once in two million times.
     """
     outcomes = outcomes_of(step, to_form(array, form))
     every = np.stack([np.frombuffer(outcome, np.uint8) for outcome in outcomes]).astype(np.int16)
@@ -453,7 +453,7 @@ def assert_served(step: Any, array: np.ndarray, form: str, level: int, count: in
 
 
 def kolmogorov(a: Any, b: Any) -> float:
-    """Largest distance of two empirical distributions."""
+    """Return the largest distance of two empirical distributions."""
     a, b = np.sort(a), np.sort(b)
     every = np.concatenate([a, b])
     return float(
@@ -472,7 +472,7 @@ def kolmogorov(a: Any, b: Any) -> float:
     "policy", ["RandAugment", "TrivialAugmentWide", "AutoAugment", "AutoAugment, CIFAR10"]
 )
 def test_automatic_augmentation(policy: str, api: str, form: str) -> None:
-    """Every outcome of a policy comes as often as torchvision's code makes it, with its pixels."""
+    """Every outcome of a policy is as frequent as in torchvision's code, and has its pixels."""
     name, _, which = policy.partition(", ")
     options: dict[str, Any] = {
         "RandAugment": {"num_ops": 1},
@@ -486,7 +486,7 @@ def test_automatic_augmentation(policy: str, api: str, form: str) -> None:
 
 @both_apis
 def test_steps_can_be_nested_to_any_depth(api: Any) -> None:
-    """Four of RandomApply, one in the other, draw independently, and so do two such nests."""
+    """Four nested RandomApply draw independently of each other, and so do two such nests."""
 
     def nest(step: Any) -> Any:
         for p in (0.8, 0.8, 0.8, 0.8):
@@ -516,7 +516,7 @@ def test_jitter_in_random_order(api: Any, form: str) -> None:
 
 @all_forms
 def test_photometric_distortion(form: str) -> None:
-    """Each of its steps and each order of channels comes as often as it should."""
+    """RandomPhotometricDistort applies each of its steps, and each order of channels, as often as torchvision."""
     fixed = dict.fromkeys(("brightness", "contrast", "saturation"), (1.25, 1.25))
     step = v2.RandomPhotometricDistort(**fixed, hue=(0.125, 0.125), p=0.75)
     assert_served(
@@ -533,7 +533,7 @@ def test_permuted_channels(form: str) -> None:
 @both_apis
 @all_forms
 def test_choice_and_order(api: Any, form: str) -> None:
-    """RandomChoice takes each step as often as its weight says; RandomOrder takes both orders."""
+    """RandomChoice takes each step as often as its weight asks; RandomOrder takes both orders."""
     gray = np.full((3, 4, 4), 100, np.uint8)
     invert, brighter = api.RandomInvert(1.0), api.ColorJitter(brightness=(1.5, 1.5))
     chosen = serve_many(api.RandomChoice([invert, brighter], p=[0.2, 0.8]), gray, form, 2000)[
@@ -551,7 +551,7 @@ def test_choice_and_order(api: Any, form: str) -> None:
 
 
 class Script:
-    """Torch's draws for one sample of AugMix, as fastdata draws them: depths, then op, magnitude and sign of each."""
+    """Replaces torch's functions, so that AugMix draws fastdata's numbers for one sample."""
 
     def __init__(self, step: Any, ops: np.ndarray, index: int) -> None:
         self._key, self._severity = sample_keys(SEED, EPOCH, np.array([index])), step.severity
@@ -591,7 +591,7 @@ class Script:
 
 
 def mixing_shares(ops: np.ndarray) -> tuple[float, np.ndarray]:
-    """The weight of the image itself, and those of the chains."""
+    """Return the weight of the image itself, and those of the chains."""
     numbers = load().numbers
     weights = [
         float(op["mix"]["weight"])
@@ -621,7 +621,7 @@ def test_aug_mix(api: str, form: str) -> None:
 
 @pytest.mark.parametrize("alpha", [0.4, 1.0, 3.0])
 def test_shares_of_aug_mix(alpha: float) -> None:
-    """They have a Dirichlet distribution: their sum is 1, and each has the right beta distribution."""
+    """The weights of AugMix have a Dirichlet distribution: their sum is 1, and each has the right beta distribution."""
     mixed = [mixing_shares(ops) for ops in drawn_records(v1.AugMix(alpha=alpha), (8, 8), 4000)]
     shares = np.array([weights / (1 - kept) for kept, weights in mixed])
     assert np.allclose(shares.sum(axis=1), 1)
@@ -630,11 +630,11 @@ def test_shares_of_aug_mix(alpha: float) -> None:
         assert kolmogorov(shares[:, place], wanted[:, place]) < 0.03
 
 
-# What is drawn from ranges
+# Draws from ranges
 
 
 def sides_of(records: np.ndarray) -> np.ndarray:
-    """Top, left, height and width of boxes that are resized."""
+    """Return top, left, height and width of boxes that are resized."""
     boxes = records["resize"]["box"]
     return np.stack([boxes[side] for side in ("top", "left", "height", "width")], 1)
 
@@ -647,7 +647,7 @@ def is_value(records: np.ndarray, kind: str) -> np.ndarray:
 
 
 def drawn_records(step: Any, size: tuple[int, int], count: int, form: str = "pil") -> np.ndarray:
-    """Records of ``count`` samples."""
+    """Return the drawn records ``OP`` of ``count`` samples."""
     program = program_of(step, ArrayStore([np.zeros((3, *size), np.uint8)] * 2, form))
     shapes = np.broadcast_to(np.array([3, *size], np.int32), (count, 3))
     return program.draw(np.arange(count), 0, 0, shapes)
@@ -655,7 +655,7 @@ def drawn_records(step: Any, size: tuple[int, int], count: int, form: str = "pil
 
 @both_apis
 def test_crop_boxes_are_distributed_as_torchvisions(api: Any) -> None:
-    """Top, left, height and width of RandomResizedCrop's boxes."""
+    """Boxes of RandomResizedCrop have torchvision's distribution of top, left, height and width."""
     step = api.RandomResizedCrop(8, scale=(0.1, 0.9))
     boxes = sides_of(drawn_records(step, (90, 120), 3000)[:, 0])
     torch.manual_seed(0)
@@ -669,7 +669,7 @@ def test_crop_boxes_are_distributed_as_torchvisions(api: Any) -> None:
 
 @both_apis
 def test_matrices_are_torchvisions(api: Any) -> None:
-    """An affine map is the very numbers that torchvision computes, for any angle, shear, scale and translation."""
+    """The matrix of an affine map equals torchvision's in every bit, for any angle, shear, scale and translation."""
     step = api.RandomAffine(
         (-180, 180), translate=(0.3, 0.4), scale=(0.5, 2.0), shear=(-30, 30, -30, 30)
     )
@@ -703,7 +703,7 @@ def test_matrices_are_torchvisions(api: Any) -> None:
 @both_apis
 @pytest.mark.parametrize("value", [0, (0.5, 1.5, 2.5), "random"])
 def test_erasing(api: Any, value: Any) -> None:
-    """A rectangle of normalised floats is replaced, of torchvision's sizes and values; the rest stays."""
+    """RandomErasing replaces only a rectangle of normalised floats, with torchvision's sizes and values."""
     step = api.RandomErasing(1.0, scale=(0.05, 0.3), value=value)
     torch.manual_seed(0)
     sample = torch.zeros(3, 40, 30)
@@ -786,7 +786,7 @@ def test_expanding_rotations(api: Any) -> None:
 
 
 def test_sizes_are_drawn_from_the_whole_range() -> None:
-    """RandomResize and RandomShortestSize give every size that torchvision's give, and no other."""
+    """RandomResize and RandomShortestSize draw every size that torchvision draws, and no other."""
     store = ArrayStore(images(1, (20, 30)))
     for step in (v2.RandomResize(5, 9), v2.RandomShortestSize([6, 11], max_size=14)):
         program = program_of(step, store)
@@ -849,7 +849,7 @@ def test_timm_has_no_other_ops(timm_data: Any) -> None:
 
 @pytest.mark.parametrize("name", sorted(TIMM_OPS - {"GaussianBlurRand"}))
 def test_timm_ops(timm_data: Any, name: str) -> None:
-    """Each sign, filter and whether it is applied come as often as with timm, with its pixels."""
+    """A timm op is applied, with each sign and filter, as often as in timm, and has its pixels."""
     hparams = {"translate_const": 7, "img_mean": (124, 116, 104)}
     for magnitude in (3, 6, 9):
         op = timm_data.auto_augment.AugmentOp(name, 0.75, magnitude, hparams)
@@ -876,7 +876,7 @@ def test_timm_op_that_blurs_at_random(timm_data: Any) -> None:
 
 @pytest.mark.parametrize("name", ["original", "originalr", "v0r"])
 def test_timm_auto_augment(timm_data: Any, name: str) -> None:
-    """Each policy comes as often as with timm, with its pixels."""
+    """Each policy is as frequent as in timm, and has its pixels."""
     step = timm_data.auto_augment_transform(
         name, {"translate_const": 7, "img_mean": (124, 116, 104)}
     )
@@ -887,7 +887,7 @@ def test_timm_auto_augment(timm_data: Any, name: str) -> None:
     "config", ["rand-m9-n1-inc1", "rand-m5-n1-tweights", "rand-m7-n1-p0.8-t3a"]
 )
 def test_timm_rand_augment(timm_data: Any, config: str) -> None:
-    """Each op comes as often as with timm, weights included."""
+    """Each op is as frequent as in timm, with and without weights."""
     step = timm_data.rand_augment_transform(
         config, {"translate_const": 7, "img_mean": (124, 116, 104)}
     )
@@ -898,7 +898,7 @@ def test_timm_rand_augment(timm_data: Any, config: str) -> None:
     "config", ["rand-m9-mstd0.5-inc1", "rand-m9-mstd101-inc1", "rand-m4-mstd3-mmax12"]
 )
 def test_timm_magnitudes(timm_data: Any, config: str) -> None:
-    """They are spread around their mean as timm spreads them."""
+    """Magnitudes with mstd have timm's distribution around their mean."""
     step = timm_data.rand_augment_transform(config, {"translate_const": 7})
     (op,) = step.ops = [op for op in step.ops if op.name.startswith("Brightness")]
     records = drawn_records(step, (20, 20), 20000)
@@ -911,7 +911,7 @@ def test_timm_magnitudes(timm_data: Any, config: str) -> None:
 
 
 def test_timm_layers(timm_data: Any) -> None:
-    """Each of two layers chooses among all 15 ops alike, and leaves half of the images as they are."""
+    """Each of two layers chooses each of 15 ops equally often, and leaves half of the images unchanged."""
     records = drawn_records(
         timm_data.rand_augment_transform("rand-m9-mstd0.5-inc1"), (20, 20), 5000
     )
@@ -923,7 +923,7 @@ def test_timm_layers(timm_data: Any) -> None:
 
 
 def test_timm_auto_augment_with_spread_magnitudes(timm_data: Any) -> None:
-    """With mstd images change about as far as with timm's own, on average and in spread."""
+    """With mstd, images change about as much as with timm's own code, on average and in deviation."""
     step, array = (
         timm_data.auto_augment_transform("original-mstd0.5", {"translate_const": 7}),
         smooth_image((9, 8)),
@@ -990,7 +990,7 @@ def test_timm_erasing(timm_data: Any, mode: str) -> None:
 
 
 def test_timm_erases_several_rectangles(timm_data: Any) -> None:
-    """Their number and the share of the image that they cover are distributed as timm's."""
+    """The number of erased rectangles, and the share of the image that they cover, have timm's distribution."""
     erasing = timm_data.random_erasing.RandomErasing(0.8, max_count=3, device="cpu")
     random.seed(0)
     theirs = [float((erasing(torch.ones(3, 40, 30))[0] == 0).sum()) for _ in range(2000)]
@@ -1001,7 +1001,7 @@ def test_timm_erases_several_rectangles(timm_data: Any) -> None:
 
 @all_forms
 def test_timm_conversions(timm_data: Any, form: str) -> None:
-    """MaybeToTensor and MaybePILToTensor give timm's bits; ToNumpy is named as what stays per sample."""
+    """MaybeToTensor and MaybePILToTensor give timm's values exactly; ToNumpy runs per sample, and is named."""
     (array,) = images(1, (7, 6))
     for step in (timm_data.transforms.MaybeToTensor(), timm_data.transforms.MaybePILToTensor()):
         (got,) = serve_many(step, array, form, 1)
@@ -1120,7 +1120,7 @@ def test_variants_of_published_callables_run_as_written() -> None:
         assert split_transform(step).per_sample == (step,)
 
 
-# What is not served
+# Steps that run per sample
 
 
 @pytest.mark.parametrize(
@@ -1134,7 +1134,7 @@ def test_variants_of_published_callables_run_as_written() -> None:
     ids=lambda step: type(step).__name__,
 )
 def test_what_is_not_served_is_named(step: Any) -> None:
-    """The step and all after it run as written, and the plan says which one it was."""
+    """An unknown step and all after it run as written, and the plan names that step."""
     plan = split_transform(v1.Compose([v1.RandomHorizontalFlip(), step, v1.ToTensor()]))
     assert plan.per_sample[0] is step
     assert type(step).__name__ in str(plan.obstacle)
@@ -1156,7 +1156,7 @@ def test_what_is_not_served_is_named(step: Any) -> None:
 def test_errors_of_torchvision_are_raised_unchanged(
     api: Any, form: str, name: str, arguments: dict[str, Any]
 ) -> None:
-    """And what it does for all that it has odd arguments is done."""
+    """Odd arguments raise torchvision's error; if torchvision accepts them, the step runs as it is written."""
     step = getattr(api, name)(**arguments)
     image: Any = Image.fromarray(np.arange(9 * 8 * 3, dtype=np.uint8).reshape(9, 8, 3))
     if form == "tensor":
