@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -184,13 +185,19 @@ def test_magnitudes_are_asked_for_each_size_once() -> None:
 
 
 def test_a_batch_may_have_more_sizes_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A perspective is drawn for the whole batch at once, so all its sizes need their magnitudes together."""
+    """A perspective is drawn for a whole batch at once: all its sizes need their magnitudes, also in two threads."""
     monkeypatch.setattr("fastdata.pixels.program._MOST_LEVELS", 4)
-    store = ArrayStore(images(9, *((8 + n, 9) for n in range(9))))
+    store = ArrayStore(images(18, *((8 + n, 9) for n in range(18))))
     steps = (v1.RandAugment(), v1.RandomPerspective(), v1.CenterCrop(8))
     program = Program(split_transform(steps, prepared=0).batch_ops, store.spec)
-    out = np.empty((9, 3, 8, 8), np.uint8)
-    program.run(store, np.arange(9), 0, 0, out)
+    out = np.empty((18, 3, 8, 8), np.uint8)
+    halves = np.split(np.arange(18), 2)
+    with ThreadPoolExecutor(2) as pool:
+        list(
+            pool.map(
+                lambda half: program.run(store, half, 0, 0, out[half[0] : half[0] + 9]), halves
+            )
+        )
     assert all(
-        np.array_equal(out[index], program.run_one(store, index, 0, 0)) for index in range(9)
+        np.array_equal(out[index], program.run_one(store, index, 0, 0)) for index in range(18)
     )

@@ -175,10 +175,13 @@ def _read_grey(transform: Any, state: State) -> State | Step:
 
 def _read_hsv(transform: Any, state: State) -> Step:
     need_colours(state)
-    limits = (transform.hue_shift_limit, transform.sat_shift_limit, transform.val_shift_limit)
-    hue, saturation, value = limits
-    shifts = {"hue": hue, "saturation": saturation, "value": value}
-    return state.step("cv_hsv", **shifts, **_agreeing(transform))
+    return state.step(
+        "cv_hsv",
+        hue=transform.hue_shift_limit,
+        saturation=transform.sat_shift_limit,
+        value=transform.val_shift_limit,
+        **_agreeing(transform),
+    )
 
 
 def _read_jitter(transform: Any, state: State) -> Step:

@@ -16,16 +16,16 @@ PACKAGE = "albumentations."
 _SERVED = (2, 0, 8)
 
 
-def _names(text: str) -> frozenset[str]:
+def names_in(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_COMMON = _names(
+_COMMON = names_in(
     "p params processors seed random_generator py_random invalid_args _strict _key2func "
     "_additional_targets _available_keys"
 )
 """Attributes of every transform."""
-_UNSETTLED = _names(
+_UNSETTLED = names_in(
     "applied_in_replay check_each_transform deterministic main_compose replay_mode save_key"
 )
 """Attributes that an object has only after certain methods were called."""
@@ -116,14 +116,14 @@ _ATTRIBUTES = {
     "ShiftScaleRotate": f"{_MAPPED} rotate_limit scale_limit shift_limit_x shift_limit_y",
 }
 """The known transforms of 2.0.8, and their attributes in addition to ``_COMMON``."""
-_STEADY = _names(
+_STEADY = names_in(
     "AutoContrast CenterCrop Crop Equalize FromFloat HorizontalFlip InvertImg LongestMaxSize NoOp "
     "Normalize Pad PadIfNeeded Resize SmallestMaxSize ToFloat ToGray ToTensorV2 Transpose "
     "VerticalFlip"
 )
 """Transforms that always do the same, if they are applied to every sample."""
-_UNSHOWN = _names("additional_targets is_check_shapes save_applied_params seed strict")
-_CHOOSING = _names("OneOf OneOrOther RandomOrder SomeOf")
+_UNSHOWN = names_in("additional_targets is_check_shapes save_applied_params seed strict")
+_CHOOSING = names_in("OneOf OneOrOther RandomOrder SomeOf")
 
 
 def is_of_albumentations(value: Any) -> bool:
@@ -153,9 +153,9 @@ def albumentations_obstacle(transform: Any) -> str:
     shown = ".".join(map(str, version))
     if version < _SERVED:
         return f"is from albumentations {shown}, but batch ops need 2.0.8 or later"
-    wanted = _COMMON | _names(_ATTRIBUTES[name])
+    wanted = _COMMON | names_in(_ATTRIBUTES[name])
     if hasattr(transform, "transforms") and "save_applied_params" in wanted:
-        wanted -= _names("params invalid_args _key2func _strict")
+        wanted -= names_in("params invalid_args _key2func _strict")
     differing = sorted((held.keys() ^ wanted) - _UNSETTLED - {"_strict"})
     if not differing:
         return ""

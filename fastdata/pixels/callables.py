@@ -245,10 +245,6 @@ def _albumentations_stand_in(transform: Any) -> Callable[..., Any]:
     return call
 
 
-def _as_array(image: _Image) -> _Image:
-    return image._through_array()
-
-
 def _stand_ins(
     values: Mapping[str, Any], names: frozenset[str], stand_in: Callable[[Any], Any]
 ) -> dict[str, Any]:
@@ -265,7 +261,7 @@ def _stand_in(value: Any) -> Any:
     if isinstance(value, int):
         return value
     if value is np:
-        return SimpleNamespace(array=_as_array, asarray=_as_array)
+        return SimpleNamespace(array=_Image._through_array, asarray=_Image._through_array)
     if is_of_albumentations(value):
         return _albumentations_stand_in(value)
     return lambda image: image._through(value)

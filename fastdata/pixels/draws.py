@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdata.pixels.albumentations_objects import is_of_albumentations, varies
+from fastdata.pixels.albumentations_objects import is_of_albumentations, names_in, varies
 from fastdata.pixels.bytecode import names_in_code, with_inner
 from fastdata.pixels.compose import flatten_transform
 from fastdata.pixels.fingerprint import ATOMS, BY_NAME, closed_over, is_installed, is_plain, name_of
-from fastdata.pixels.known import PREPARABLE, REFORMING, known_name, names_in
+from fastdata.pixels.known import PREPARABLE, REFORMING, known_name
 from fastdata.pixels.own_transforms import Views
 
 _REPEATABLE = names_in(

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from fastdata.pixels.albumentations_objects import PACKAGE, name_in_albumentations, varies
+from fastdata.pixels.albumentations_objects import (
+    PACKAGE,
+    name_in_albumentations,
+    names_in,
+    varies,
+)
 from fastdata.pixels.own_transforms import AlbumentationsTransform
 
 LIBRARIES = ("torchvision.transforms", "timm.data", PACKAGE)
-
-
-def names_in(text: str) -> frozenset[str]:
-    return frozenset(text.split())
 
 
 PREPARABLE = names_in(

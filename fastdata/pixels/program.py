@@ -133,7 +133,7 @@ class Program:
         probe_B3[:, -dimensions:] = shapes_BD
         # A probe only computes shapes, so any keys will do.
         keys = _keys_of(0, 0, np.arange(count))
-        _, after_B3 = self._draw(keys, probe_B3, is_probe=True)
+        _, after_B3, _ = self._draw(keys, probe_B3, is_probe=True)
         return after_B3[:, -dimensions:]
 
     def can_write_channels_last(self, shape: Shape) -> bool:
@@ -178,8 +178,7 @@ class Program:
             Exception: opened images raised it for a damaged file.
         """
         pairs: list[_Pair] = []
-        every: list[_Pair] = [(self, out_BChw), *others]
-        for program, out in every:
+        for program, out in ((self, out_BChw), *others):
             # Samples without steps are only copied, unless rows are blended, or the memory is
             # channels_last: the core does both.
             needs_core = blending is not None or not out.flags.c_contiguous
@@ -204,7 +203,7 @@ class Program:
         shape = store.shape(index)
         index_1 = np.array([index], np.int64)
         shapes_13 = np.array([_planes(shape)], np.int32)
-        _, [after] = self._draw(_keys_of(seed, visit, index_1), shapes_13)
+        _, [after], _ = self._draw(_keys_of(seed, visit, index_1), shapes_13)
         out_1Chw = np.empty((1, *after.tolist()), self._dtype)
         self.run(store, index_1, visit, seed, out_1Chw)
         served: Array = out_1Chw[0] if len(shape) == 3 else out_1Chw[0, 0]
@@ -215,7 +214,7 @@ class Program:
     ) -> list[Array]:
         """Return each image of a batch in its own memory and its own shape."""
         keys = _keys_of(seed, visits_B, index_B)
-        _, shapes_B3 = self._draw(keys, images.shapes_B3)
+        _, shapes_B3, _ = self._draw(keys, images.shapes_B3)
         rows_B = np.zeros(len(index_B), np.int64)
         served = []
         for b, shape in enumerate(shapes_B3.tolist()):
@@ -233,7 +232,7 @@ class Program:
         """
         numbers_B = np.arange(len(images.shapes_B3), dtype=np.int64)
         keys = _keys_of(0, 0, numbers_B)
-        _, shapes_after_B3 = self._draw(keys, images.shapes_B3)
+        _, shapes_after_B3, _ = self._draw(keys, images.shapes_B3)
         end = 0
         for shape, alike in itertools.groupby(map(tuple, shapes_after_B3.tolist())):
             begin = end
@@ -251,15 +250,18 @@ class Program:
 
     def _draw(
         self, keys: Keys, shapes_B3: Int32s, *, is_probe: bool = False
-    ) -> tuple[Array, Int32s]:
+    ) -> tuple[Array, Int32s, Table]:
+        """Return the drawn ops, the shapes after all steps, and a table that is complete for them."""
+        table = self._table
         while True:
             try:
-                return draw(self._table, keys, shapes_B3, is_probe=is_probe)
+                return *draw(table, keys, shapes_B3, is_probe=is_probe), table
             except CoreError as refused:
-                self._answer(refused, keys, shapes_B3)
+                # Not `self._table`: other threads replace it, without the sizes of this batch.
+                table = self._answer(refused, table, keys, shapes_B3)
 
-    def _answer(self, refused: CoreError, keys: Keys, shapes_B3: Int32s) -> None:
-        """Compute the magnitudes that the core needs for an image size, so that it can continue.
+    def _answer(self, refused: CoreError, table: Table, keys: Keys, shapes_B3: Int32s) -> Table:
+        """Return a table with the magnitudes of one more image size, so that the core can continue.
 
         Raises:
             ValueError: the core refused a sample for another reason.
@@ -269,14 +271,15 @@ class Program:
             b = refused.place
             raise error_of(step, refused, int(keys.indices[b]), shapes_B3[b]) from None
         height, width = refused.numbers["height"], refused.numbers["width"]
-        known = self._table.levels
-        # Never fewer than one call may need: it would drop the first sizes to make room for the
-        # last ones, and never end.
-        most = max(_MOST_LEVELS, len(shapes_B3) * len(self._every))
-        levels = dict(known) if len(known) < most else {}
+        # A call may need as many as it has samples. With less room it would drop the first sizes for
+        # the last ones, and never end.
+        policies = sum(each.levels is not None for each in self._every)
+        most = max(_MOST_LEVELS, len(shapes_B3) * policies)
+        levels = dict(table.levels) if len(table.levels) < most else {}
         levels[refused.step, height, width] = step.levels(height, width)
         # Other threads may be using the old table in a call, so it is replaced, not changed.
-        self._table = self._table.with_levels(levels)
+        self._table = made = table.with_levels(levels)
+        return made
 
     def as_tensor(self, served: Array) -> torch.Tensor:
         """Return a tensor over the same memory, with ``served_dtype``."""
@@ -347,8 +350,7 @@ def _serve(
     that sample on. The pixels are the same, because the draws of a sample depend only on its keys.
     """
     outputs = _describe_outputs(pairs, samples, keys)
-    for begin, last in spans or [(0, len(keys.indices))]:
-        first = begin
+    for first, last in spans or [(0, len(keys.indices))]:
         while True:
             try:
                 serve(
@@ -366,7 +368,8 @@ def _serve(
                 if isinstance(samples, OpenedImages) and refused.reason == "file":
                     samples.leave_to_pillow(first)
                 else:
-                    pairs[refused.program][0]._answer(refused, keys, samples.shapes_B3)
+                    program = pairs[refused.program][0]
+                    program._answer(refused, program._table, keys, samples.shapes_B3)
                 outputs = _describe_outputs(pairs, samples, keys)
 
 
@@ -374,10 +377,11 @@ def _describe_outputs(pairs: list[_Pair], samples: Samples, keys: Keys) -> list[
     outputs = []
     for program, out in pairs:
         solved_BS8 = None
+        table = program._table
         if program._has_perspectives:
-            ops_BS, _ = program._draw(keys, samples.shapes_B3)
+            ops_BS, _, table = program._draw(keys, samples.shapes_B3)
             solved_BS8 = solve_perspectives(ops_BS)
-        outputs.append(describe_output(program._table, out, solved_BS8))
+        outputs.append(describe_output(table, out, solved_BS8))
     return outputs
 
 

@@ -13,9 +13,10 @@ from itertools import chain
 from typing import Any
 
 from fastdata.pixels import albumentations_readers, colours, conversions, geometry
+from fastdata.pixels.albumentations_objects import names_in
 from fastdata.pixels.colours import VALUES
 from fastdata.pixels.compose import flatten_transform, joint_transforms
-from fastdata.pixels.known import is_v2, known_name, names_in
+from fastdata.pixels.known import is_v2, known_name
 from fastdata.pixels.own_transforms import LONG_MASK, AlbumentationsTransform, Views
 from fastdata.pixels.policies import POLICIES, read_policy, read_timm_policies
 from fastdata.pixels.state import Reader, State, UnknownStepError
