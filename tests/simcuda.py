@@ -1,23 +1,23 @@
 """A CUDA made of CPU memory: it does everything as late, and in as odd an order, as CUDA permits.
 
-It stands in place of ``torch.cuda``, so that every line of the prefetcher runs as it is. A tensor on the device is a
-``SimTensor``; its bytes lie in blocks that a small copy of torch's caching allocator hands out, and what is done with
-it is queued on the calling thread's current stream and done later. After which of torch's sources:
+It replaces ``torch.cuda``, so that every line of the prefetcher runs unchanged. A tensor on the device is a
+``SimTensor``. Its bytes are in blocks of a small copy of torch's caching allocator. Each operation on it is queued on
+the calling thread's current stream, and done later. The behaviour follows torch's sources, named in brackets:
 
     streams         queues without an order between them; events are places in them, ``wait_event`` captures one
     kernels         read and write when they run
     copies          from pinned memory the source's address is read when the copy runs, else at once; without
                     ``non_blocking`` the host waits for the stream (Copy.cu)
-    device memory   freed, it is handed out again to its stream and written over there (POISON); after
-                    ``record_stream`` when the events recorded as it was freed are done (CUDACachingAllocator)
-    pinned memory   torch's blocks are written over when they are freed and the copies that torch knows of are done
-                    (CachingHostAllocator); slots of a ``BatchRing`` as soon as they are given back
-    captures        in mode "global", asking for events, waiting and allocating ends the capture, unless the thread has
+    device memory   when it is freed, its stream may use it again and overwrites it (POISON); after ``record_stream``
+                    only when the events recorded at that time are done (CUDACachingAllocator)
+    pinned memory   torch's blocks are overwritten when they are freed and the copies that torch knows of are done
+                    (CachingHostAllocator); slots of a ``BatchRing`` as soon as they are free
+    captures        in mode "global", querying events, waiting and allocating end the capture, unless the thread has
                     exchanged its mode
 
-Without a seed, threads are real and streams run when somebody waits for them. With one, a scheduler turns from one host
-thread or stream to another at every call, one at a time: a seed repeats its schedule. What is wrong is seen in the
-data, or in ``violations``. With ``ordered=True`` they also hold what ``Order`` finds, for all schedules at once.
+Without a seed, threads are real, and a stream runs when something waits for it. With a seed, a scheduler runs one host
+thread or stream at a time, and may change to another at every call; the same seed repeats the schedule. Errors show in
+the data, or in ``violations``. With ``ordered=True`` these include what ``Order`` finds, for all schedules at once.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _current: list[Sim] = []
 
 
 class CudaError(RuntimeError):
-    """What torch raises for an error of the runtime."""
+    """The error that torch raises if the runtime fails."""
 
 
 class DeadlockError(RuntimeError):
-    """Nobody can run any more."""
+    """No host thread and no stream can continue."""
 
 
 def sim() -> Sim:
@@ -67,7 +67,7 @@ def sim() -> Sim:
 
 
 class Memory:
-    """A piece of memory, whoever has it. ``given_up`` counts on the host, ``overwritten`` where work is done."""
+    """A piece of memory and its state. ``given_up`` counts on the host, ``overwritten`` where work is done."""
 
     def __init__(self, size: int) -> None:
         self.array = np.full(size, POISON, np.uint8)
@@ -82,7 +82,7 @@ class Memory:
 
 
 class Block:
-    """An allocation; freed when its last tensor dies."""
+    """An allocation. It is freed with its last tensor."""
 
     def __init__(self, owner: Sim, stream: Stream, memory: Memory, nbytes: int) -> None:
         self.owner, self.stream, self.memory, self.nbytes = owner, stream, memory, nbytes
@@ -94,7 +94,7 @@ class Block:
 
 
 class SimTensor(torch.Tensor):
-    """A tensor on the device: ``cells`` are its bytes, which only work on a stream may touch."""
+    """A tensor on the device. ``cells`` are its bytes, which only work on a stream may touch."""
 
     # Behind a function, as a real tensor's memory is behind C++: who walks attributes does not see it.
     _inside: Callable[[], tuple[torch.Tensor, Block]]
@@ -168,7 +168,7 @@ class SimTensor(torch.Tensor):
 
 
 class Stream:
-    """Work in order."""
+    """A queue of work that is done in order."""
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self._owner = sim()
@@ -231,7 +231,7 @@ class Stream:
 
 
 class Event:
-    """A place in a stream; one that was never recorded is done."""
+    """A place in a stream. An event that was never recorded counts as done."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
         self.stream: Stream | None = None
@@ -250,7 +250,7 @@ class Event:
         return self.stream is None or self.stream.done >= self.position
 
     def _has_work_behind(self, stream: Stream) -> bool:
-        """Whether the loop has queued work that is done after this: then the device goes on while the host waits."""
+        """Return True if the loop has queued work after this: the device then works while the host waits."""
         if stream is self.stream:
             return self.position < stream.queued
         behind = [
@@ -282,7 +282,7 @@ class Event:
 
 
 class Freely:
-    """Host threads are real; a stream runs as far as somebody waits for."""
+    """Real host threads. A stream runs only as far as something waits for it."""
 
     def __init__(self, owner: Sim) -> None:
         self._owner = owner
@@ -302,7 +302,7 @@ class Freely:
 
 
 class Task:
-    """A host thread that runs when the scheduler says so."""
+    """A host thread that runs when the scheduler chooses it."""
 
     def __init__(self) -> None:
         self.baton = threading.Semaphore(0)
@@ -330,7 +330,7 @@ class Schedule:
         self.adopt(Task())
 
     def adopt(self, task: Task) -> None:
-        """The calling thread is this task from now on."""
+        """Make the calling thread this task."""
         self._local.task = task
         if task not in self.tasks:
             self.enter(task)
@@ -350,14 +350,14 @@ class Schedule:
         return getattr(self._local, "task", None)
 
     def is_known(self) -> bool:
-        """Whether the calling thread is one of those that take turns."""
+        """Return True if the scheduler runs the calling thread."""
         return self.task() is not None
 
     def is_thread(self) -> bool:
         return self.task() not in (None, self.tasks[0])
 
     def point(self) -> None:
-        """The scheduler may turn to others here."""
+        """Let the scheduler change to another thread or stream."""
         task = self.task()
         if task is not None and not self.dead:
             self._switch(task, None, False)
@@ -366,7 +366,7 @@ class Schedule:
         self.block(lambda: stream.done >= position)
 
     def block(self, ready: Callable[[], bool], may_time_out: bool = False) -> bool:
-        """Let others run until it is so; whether it is, or the wait timed out."""
+        """Let others run until a condition is true; return False if the wait timed out."""
         task = self.task()
         assert task is not None, "a thread that the schedule does not know waits for the device"
         if self.dead:
@@ -422,7 +422,7 @@ class Schedule:
         return best
 
     def die(self, why: str) -> None:
-        """End the schedule; threads that wait are let go."""
+        """End the schedule, and release the threads that wait."""
         if not self.dead:
             self._owner.violation(why)
             self.dead = why
@@ -432,7 +432,7 @@ class Schedule:
 
 
 class SimThread(threading.Thread):
-    """A thread of the prefetcher."""
+    """A thread of the prefetcher, run by the scheduler."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -477,7 +477,7 @@ class SimThread(threading.Thread):
 
 
 class SimQueue:
-    """``queue.SimpleQueue``, at whose calls the scheduler may turn to others."""
+    """``queue.SimpleQueue``; each call lets the scheduler change to another thread or stream."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
@@ -509,7 +509,7 @@ class SimQueue:
 
 
 class SimLock:
-    """``threading.Lock``, at whose calls the scheduler may turn to others."""
+    """``threading.Lock``; each call lets the scheduler change to another thread or stream."""
 
     def __init__(self) -> None:
         self._is_held = False
@@ -529,7 +529,7 @@ class SimLock:
 
 
 class SimFuture:
-    """``concurrent.futures.Future``, whose waiting is the scheduler's."""
+    """``concurrent.futures.Future`` that waits by the scheduler."""
 
     def __init__(self) -> None:
         self._outcome: tuple[Any, Exception | None] | None = None
@@ -566,7 +566,7 @@ class SimFuture:
 
 
 class SimExecutor:
-    """``ThreadPoolExecutor``, whose threads take turns with all others."""
+    """``ThreadPoolExecutor`` whose threads are run by the scheduler."""
 
     def __init__(self, threads: int, **_: Any) -> None:
         self._work = SimQueue()
@@ -616,7 +616,7 @@ Clock = dict[Any, int]
 
 
 class Access:
-    """A read or write of bytes [start, end) by an actor, as its so many-th deed."""
+    """A read or write of bytes [start, end) by an actor, with the actor's count of actions."""
 
     def __init__(
         self, actor: Any, time: int, start: int, end: int, is_write: bool, what: str
@@ -634,10 +634,10 @@ class Access:
 class Order:
     """Whether accesses of the same memory have an order in every schedule, judged in one of them.
 
-    Host threads and streams are actors with vector clocks: work happens after what its thread had done when it queued
-    it, an event carries the clock of its stream to who waits for it, a queue that of who puts to who gets. Of two
-    accesses, one a write, one must happen before the other, as in torch.cuda._sanitizer. Memory that is freed counts as
-    written by whoever may have it next: its stream, and after ``record_stream`` those streams, as far as they are.
+    Host threads and streams are actors with vector clocks. Work happens after everything that its thread had done when
+    it queued the work. An event passes the clock of its stream to each waiter, and a queue passes the clock from put to
+    get. If one of two accesses is a write, one must happen before the other, as in torch.cuda._sanitizer. Freed memory
+    counts as written by its next owner: its stream, and after ``record_stream`` the recorded streams.
     """
 
     def __init__(self, owner: Sim, *, is_on: bool) -> None:
@@ -648,7 +648,7 @@ class Order:
         return self._clocks[threading.get_ident()]
 
     def send(self) -> Clock:
-        """What goes with a message of the calling thread."""
+        """Return the clock that is sent with a message of the calling thread."""
         return dict(self._host()) if self.is_on else {}
 
     def receive(self, clock: Clock) -> None:
@@ -669,7 +669,7 @@ class Order:
     def work(
         self, stream: Stream, what: str, spans: Iterable[tuple[Memory, int, int, bool]]
     ) -> None:
-        """Work that is queued touches these memories, from a byte to another; written to or not."""
+        """Record that queued work reads or writes these ranges of memory."""
         if not self.is_on:
             return
         clock = self._clocks[stream]
@@ -681,7 +681,7 @@ class Order:
             memory.accesses.append(access)
 
     def free(self, memory: Memory, streams: Iterable[Stream], what: str) -> None:
-        """Who has it next writes after all that these streams and the calling thread have done."""
+        """Record freed memory as written by its next owner, after all work of these streams and the calling thread."""
         if self.is_on:
             clock = dict(self._host())
             for stream in streams:
@@ -710,11 +710,11 @@ def _join(clock: Clock, other: Clock) -> None:
 
 
 class SimMode(TorchDispatchMode):
-    """Sends what concerns the device to the simulation, functions that make tensors included."""
+    """Sends all operations on the device to the simulation, also functions that make tensors."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and torch's wrapper for that takes as long as the simulation."""
+        """Return False: nothing is compiled here, and torch's wrapper would take as long as the simulation."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -725,15 +725,15 @@ class Sim:
     """A machine with such a device, where ``installed``.
 
     Attributes:
-        violations: what was done that CUDA punishes, or may.
+        violations: actions that are, or may be, errors in CUDA.
         counts: calls and copies, by kind.
         sent: bytes of each copy from the host.
         made: device memory of tensors made by ``torch.empty``.
         lost: text of an error that every call raises from now on, as after an error of a kernel.
-        refuses_to_pin: as a driver that has no more memory to lock.
-        limit_bytes: of memory that tensors may take; beyond it they cannot be made.
+        refuses_to_pin: True to behave as a driver that has no more memory to lock.
+        limit_bytes: most memory that tensors may take.
         driver: name of the driver's library; there is none by default.
-        capture: of the capture in progress, the thread, whether it is valid yet, and the device.
+        capture: thread, validity and device of the capture in progress.
     """
 
     def __init__(self, seed: int | None = None, *, devices: int = 1, ordered: bool = False) -> None:
@@ -778,7 +778,7 @@ class Sim:
     # Calls
 
     def call(self, name: str, *, is_unsafe: bool = False) -> None:
-        """What every call to the runtime may run into."""
+        """Count a call of the runtime. It fails if the device is lost, or if it is unsafe during a capture."""
         self.counts[name] += 1
         if self.lost:
             raise CudaError(self.lost)
@@ -804,7 +804,7 @@ class Sim:
         self.scheduler.point()
 
     def end_capture(self) -> bool:
-        """Whether it succeeded."""
+        """End a capture; return True if it succeeded."""
         assert self.capture is not None
         self.scheduler.point()
         is_valid, self.capture = self.capture[1], None
@@ -845,7 +845,7 @@ class Sim:
 
     @contextlib.contextmanager
     def on_device(self, device: Any) -> Iterator[None]:
-        """``torch.cuda.device``."""
+        """Stand in for ``torch.cuda.device``."""
         before = self.current_device()
         self.local.device = self.index_of(device)
         yield
@@ -853,7 +853,7 @@ class Sim:
 
     @contextlib.contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:
-        """``torch.cuda.stream``."""
+        """Stand in for ``torch.cuda.stream``."""
         before = dict(self.thread_streams())
         with self.on_device(stream.device):
             self.thread_streams()[stream.device] = stream
@@ -893,7 +893,7 @@ class Sim:
             )
 
     def take_back(self) -> None:
-        """Hand out again what is freed, as far as the events recorded then are done."""
+        """Make freed memory available again, if the events that were recorded then are done."""
         if not self._leaving and not self._pinned_leaving:
             return
         with self.lock:
@@ -913,7 +913,7 @@ class Sim:
                 self._pinned_free[len(memory.array)].append(memory)
 
     def empty(self, device: torch.device, like: torch.Tensor) -> SimTensor:
-        """Device memory for a tensor of this shape, dtype and strides."""
+        """Return device memory for a tensor of this shape, dtype and strides."""
         shape, strides, dtype = like.shape, like.stride(), like.dtype
         has_elements = 0 not in shape
         extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
@@ -947,7 +947,7 @@ class Sim:
     def launch_at(
         self, handle: int, work: Callable[[], Any], *, reads: list[int], writes: list[int]
     ) -> None:
-        """Queue a kernel that was given addresses: it may touch all of the memory that each is in."""
+        """Queue a kernel that was given addresses. It may touch the whole memory around each."""
         self.counts["cuLaunchKernel"] += 1
         stream = self.streams[handle]
         with self.lock:
@@ -968,7 +968,7 @@ class Sim:
     # Memory of the host
 
     def pinned_like(self, model: torch.Tensor) -> torch.Tensor:
-        """``torch.empty_like(model, pin_memory=True)``."""
+        """Stand in for ``torch.empty_like(model, pin_memory=True)``."""
         with torch._C._DisableTorchDispatch():
             shape = torch.empty_like(_cells(model), device="meta")
         nbytes = shape.numel() * shape.itemsize
@@ -1007,7 +1007,7 @@ class Sim:
         return next((each for each in every if each[0].holds(address, size)), None)
 
     def given_back(self, buffer: np.ndarray) -> None:
-        """A slot of a ring is free: the next batch is written to it at once."""
+        """Mark a slot of a ring as free, and write the next batch to it at once."""
         if _current and sim() is self and buffer.nbytes:
             with self.lock:
                 found = self.pinned_of(torch.from_numpy(buffer))
@@ -1181,7 +1181,7 @@ class Sim:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[Sim]:
-        """Let torch.cuda, and in a schedule the prefetcher's threads and queues, be the simulation's."""
+        """Replace torch.cuda, and in a schedule the prefetcher's threads and queues, by the simulation."""
         from fastdata.datasets.buffers import BatchRing
         from fastdata.loaders import copy_thread, driver, iterators, loop_copies, pinned
 
@@ -1296,7 +1296,7 @@ def _are_done(uses: list[tuple[Stream, int]]) -> bool:
 
 
 def _span(tensor: SimTensor) -> tuple[Memory, int, int]:
-    """Which bytes of which memory it may touch."""
+    """Return the memory of a tensor, and the range of the tensor's bytes in it."""
     cells, memory = tensor.cells, tensor.block.memory
     extent = (
         1 + sum((n - 1) * s for n, s in zip(cells.shape, cells.stride(), strict=True))
@@ -1308,7 +1308,7 @@ def _span(tensor: SimTensor) -> tuple[Memory, int, int]:
 
 
 def _whole(buffer: np.ndarray) -> np.ndarray:
-    """The array that has the memory, without what was leased of it."""
+    """Return the array that owns the memory of a leased array."""
     while isinstance(buffer.base, np.ndarray):
         buffer = buffer.base
     return buffer.reshape(-1).view(np.uint8)
@@ -1346,7 +1346,7 @@ _RESULTS: dict[Any, Any] = {}
 
 
 def _results(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation makes of such arguments, as meta tensors, which are computed once for all schedules."""
+    """Return an operation's results as meta tensors, which are computed once for all schedules."""
     key = func, _kind(args), _kind(tuple(kwargs.items()))
     if key not in _RESULTS:
         with torch._C._DisableTorchDispatch():
@@ -1358,7 +1358,7 @@ def _results(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    """All of an argument that the shapes of results may depend on."""
+    """Return everything about an argument that may decide the shapes of results."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.stride()
     if isinstance(value, (list, tuple)):
