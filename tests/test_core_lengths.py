@@ -129,3 +129,15 @@ def test_jpeg_files_need_their_sizes_and_fitting_memory() -> None:
     for out in (planes.astype(np.float32), planes.transpose(0, 2, 1), planes[0]):
         with pytest.raises(ValueError, match="it must be C-contiguous uint8"):
             jpeg.decode(data, out)
+
+
+def test_a_sample_without_pixels_is_named() -> None:
+    """The error has the shape of the sample, also if its neighbours could be served."""
+    samples = make_images(BATCH, (SIDE_PX, SIDE_PX))
+    samples[2] = samples[2][:, :0]
+    store = ArrayStore(samples)
+    out, _ = guarded(BATCH)
+    with pytest.raises(
+        ValueError, match=r"sample 2, of shape \(3, 0, 9\), .* no pixel of it, or it has none"
+    ):
+        program_of("uint8", store).run(store, OK, 0, 0, out)

@@ -42,7 +42,7 @@ _TEXTS = {
         "resize to one size, and convert all images to one number of channels: by Grayscale(3), or "
         "by prepare=lambda image: image.convert('RGB') of a CachedDataset."
     ),
-    "outside": _NOT_SERVED.format("a step would leave no pixel of it"),
+    "outside": _NOT_SERVED.format("a step would leave no pixel of it, or it has none"),
     "op": _NOT_SERVED.format("a step does not support its number of channels"),
     "table": _NOT_SERVED.format("a step needs more memory than the core has for it"),
 }

@@ -288,7 +288,7 @@ OP(CAST, cast, ) /* the following ops work on the values of the batch, normalise
 
 REFUSAL(MEMORY, memory, )
 REFUSAL(TABLE, table, )     /* the table itself is not sound, or needs more than MAX_OPS ops */
-REFUSAL(OUTSIDE, outside, ) /* no pixel would be left */
+REFUSAL(OUTSIDE, outside, ) /* the sample has no pixels, or none would be left */
 REFUSAL(OP, op, )           /* an op does not support this number of channels */
 REFUSAL(SHAPE, shape, int64_t channels, height, width, room_channels, room_height, room_width;)
 REFUSAL(FILE, file, ) /* Pillow must decode the file */

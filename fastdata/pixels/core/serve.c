@@ -220,7 +220,7 @@ static bool is_served_whole(const Batch *batch, int64_t b, const Drawn *drawn, c
 static int serve_one(const Batch *batch, int64_t b, Scratch *scratch, Refusal *refusal) {
     const int32_t *shape = batch->shapes_B3 + 3 * b;
     const int64_t row = row_of(batch, b);
-    if (shape[0] < 1 || shape[1] < 1 || shape[2] < 1) return REFUSED_SHAPE;
+    if (shape[0] < 1 || shape[1] < 1 || shape[2] < 1) return REFUSED_OUTSIDE;
     Drawn *drawn = take(scratch, SLOT_DRAWN, batch->count * (int64_t)sizeof(Drawn));
     if (!drawn) return REFUSED_MEMORY;
     int problem = draw_sample(batch, b, drawn, refusal);
