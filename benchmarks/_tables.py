@@ -1,4 +1,4 @@
-"""Tables of Markdown made of benchmarks/results/; ``figures.py`` writes them into the pages."""
+"""Make tables of Markdown from benchmarks/results/; ``figures.py`` writes them into the pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CROP = "RandomResizedCrop, flip"
 
 
 def medians(file: str) -> dict[str, dict[str, float]]:
-    """Median of each row of each section."""
+    """Return the median of each row of each section of a file in ``results/``."""
     sections: dict[str, dict[str, float]] = {}
     for row in json.loads((RESULTS / file).read_text("utf-8"))["figures"]:
         sections.setdefault(row["section"], {})[row["name"]] = row["median"]
@@ -26,7 +26,7 @@ def medians(file: str) -> dict[str, dict[str, float]]:
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]], file: str) -> str:
-    """A table of Markdown, and the line that names the file, the date and the processor of its figures."""
+    """Return a table of Markdown, and a line that names the file, the date and the machine of its figures."""
     header = list(header)
     lines = [header, ["---"] * len(header), *map(list, rows)]
     shown = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -34,7 +34,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]], file: str) -> st
 
 
 def source(file: str) -> str:
-    """The file that figures are from, with the date and the machine of the measurement."""
+    """Return a line that names the date and the machine of a measurement, and the file of its figures."""
     document = json.loads((RESULTS / file).read_text("utf-8"))
     facts = document["settings"]
     machine = document["machine"]
@@ -48,7 +48,7 @@ def rate(value: float) -> str:
 
 
 def times(value: float) -> str:
-    """How many times faster, as 51x or 3.2x."""
+    """Return a ratio as text, such as 51x or 3.2x."""
     return f"{value:.0f}x" if value >= 20 else f"{value:.1f}x"
 
 
@@ -79,7 +79,7 @@ def recipe_table() -> str:
 
 
 def peer_table() -> str:
-    """The crop recipe by all loaders, against torchvision and torch in the same run."""
+    """Compare the crop recipe of all loaders with torchvision and torch in the same run."""
     found = medians("recipes.json")[CROP]
     rows = [
         [name, times(value / found[VANILLA])]
@@ -89,7 +89,7 @@ def peer_table() -> str:
 
 
 def limit_table() -> str:
-    """Recipes without decoding, next to the least that they can cost."""
+    """Compare recipes without decoding with a bare copy or conversion, which is the limit."""
     header = [
         "recipe",
         "a bare copy or conversion, 1 thread",
@@ -110,7 +110,7 @@ def limit_table() -> str:
 
 
 def decode_table() -> str:
-    """First epochs, next to torchvision and torch, and next to the bare decoder."""
+    """Compare first epochs with torchvision and torch, and with the bare decoder."""
     header = [
         "what",
         "torchvision + torch",
@@ -139,7 +139,15 @@ def decode_table() -> str:
 
 
 def versus_table(file: str, what: str, base: str, ours: str, more: str = "") -> str:
-    """A table of sections: a base, ours and how many times that is; and perhaps one more of ours."""
+    """Return a table with a row for each section of a file.
+
+    Args:
+        file: file in ``results/``.
+        what: title of the column of sections.
+        base: name of the row to compare with.
+        ours: name of fastdata's row.
+        more: name of another row of fastdata; empty for none.
+    """
     header = [what, base, ours, "speedup", *([more, f"speedup, {more}"] if more else [])]
     rows = []
     for name, found in medians(file).items():
@@ -175,7 +183,7 @@ def albumentations_table() -> str:
 
 
 def mixing_table() -> str:
-    """MixUp and CutMix in collate_fn, run by fastdata with the batch, and as a call of the function."""
+    """Compare MixUp and CutMix that fastdata runs with the batch, and that it calls as a function."""
     rows = []
     for section, found in medians("mixing.json").items():
         plain = found["without mixing"]
@@ -218,7 +226,7 @@ RANK_FORMS = {
 
 
 def rank_sections() -> dict[str, dict[str, float]]:
-    """Memory of all processes in MB, by the number of ranks."""
+    """Return the memory of all processes in MB, by the number of ranks and the way to hold the samples."""
     return {
         name.rpartition(", ")[2].split()[0]: {RANK_FORMS[form]: mb for form, mb in found.items()}
         for name, found in medians("ranks.json").items()
@@ -236,7 +244,7 @@ def rank_table() -> str:
 
 
 def chunked_table() -> str:
-    """Rates and peaks of memory of data larger than the limit."""
+    """Compare rates and peaks of memory of data that are larger than the limit."""
     sections = medians("chunked.json")
     shown = {
         "chunked": "`ChunkedLoader`",
@@ -244,6 +252,7 @@ def chunked_table() -> str:
         "from disk, no limit": "`DataLoader`, no limit",
         "in memory, a quarter of them": "`DataLoader` over a quarter of the images (1 GiB), all in memory",
         "chunked, decoded by 2 processes": "`ChunkedLoader`",
+        "chunked, decoded by 2 threads": "`ChunkedLoader`",
         "torch and torchvision, 2 workers": "torchvision + torch",
     }
     what = {
@@ -263,7 +272,7 @@ def chunked_table() -> str:
 
 
 def tune_table() -> str:
-    """Choices of tune and of loadtune, next to the best of all settings."""
+    """Compare the choices of tune and of loadtune with the best of all settings."""
     rows = []
     sections = medians("tune.json")
     for name, found in sections.items():
@@ -301,7 +310,7 @@ def tune_table() -> str:
 
 
 def port_table() -> str:
-    """Published scripts before and after the change, the largest gain first."""
+    """Compare published scripts before and after the change, the largest gain first."""
     found = medians("ports.json")
     settings = json.loads((RESULTS / "ports.json").read_text("utf-8"))["settings"]
     measured, refused = [], []
@@ -327,7 +336,7 @@ def _data_of(name: str) -> str:
 
 
 def train_table() -> str:
-    """Models alone, and fed by fastdata, in two runs."""
+    """Compare models on one batch with models fed by fastdata, in two runs."""
     first, again = medians("gpu-train.json"), medians("gpu-train_again.json")
     alone, ours = "the model alone, on one batch", "fastdata"
     rows = []
@@ -361,7 +370,7 @@ def train_table() -> str:
 
 
 def feed_table() -> str:
-    """What each way of loading can feed, without a model."""
+    """Compare how many images a second each way of loading brings to the GPU, without a model."""
     shown = {
         "torchvision and torch": "torchvision + torch, 16 workers",
         "the same, floats made on the GPU": "the same, floats made on the GPU",
@@ -374,7 +383,7 @@ def feed_table() -> str:
 
 
 def transfer_table() -> str:
-    """Steps that wait for a batch of 38 MiB, by how it comes to the GPU."""
+    """Compare how long a step waits for its batch of 38 MiB, by the way in which batches come to the GPU."""
     sections = medians("gpu-transfer.json")
     busy, launching = "busy", "launch-bound"
     shown = {
