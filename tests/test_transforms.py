@@ -1,4 +1,4 @@
-"""Batch ops give torchvision's pixels for the same draws, in every road that a batch can take."""
+"""Batch ops give torchvision's pixels for the same draws, in every way that a batch can be made."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def to_array(sample: Any) -> np.ndarray:
 
 
 def reference(steps: Sequence[Any], sample: Any, index: int) -> np.ndarray:
-    """The steps one by one in torchvision, with the parameters that fastdata draws for this sample."""
+    """Run the steps one by one in torchvision, with the parameters that fastdata draws for this sample."""
     for op, step in enumerate(steps):
 
         def draw(number: int, op: int = op) -> float:
@@ -138,7 +138,7 @@ def served(steps: Sequence[Any], store: ArrayStore, index: Sequence[int]) -> np.
 
 
 def check(steps: Sequence[Any], store: ArrayStore, *, atol: float = 0) -> None:
-    """Batches, and samples alone, equal torchvision's."""
+    """Assert that batches, and samples alone, equal torchvision's."""
     index = [*reversed(range(len(store.samples))), 0, 0]
     expected = [reference(steps, to_form(store.samples[i], store.spec.form), i) for i in index]
     prog = compiled(steps, store)
@@ -388,7 +388,7 @@ def test_random_resized_crop_with_pillows_other_filters(interpolation: str) -> N
 
 @both_apis
 def test_a_box_of_the_whole_image_is_resized_without_a_warning(api: Any) -> None:
-    """torch, which warns of read-only memory once, gets none of a store's."""
+    """A box of the whole image gives torch no read-only memory of a store, of which it would warn."""
     torch.set_warn_always(True)
     try:
         check(
@@ -401,7 +401,7 @@ def test_a_box_of_the_whole_image_is_resized_without_a_warning(api: Any) -> None
 
 @pytest.mark.parametrize("channels", [1, 2, 4])
 def test_random_resized_crop_of_other_channels(channels: int) -> None:
-    """Gray images, and those with alpha, whose colours Pillow multiplies by it before it resizes."""
+    """Grey images and images with alpha have Pillow's pixels; it multiplies colours by alpha before it resizes."""
     check([v1.RandomResizedCrop(9)], ArrayStore(images(6, (37, 50), channels=channels)))
 
 
@@ -440,7 +440,7 @@ def test_output_is_none_where_it_depends_on_the_sample() -> None:
 
 
 def test_no_ops_copy() -> None:
-    """A program of form changes only gives the stored samples in memory that is not the store's."""
+    """A program that only changes the form copies the stored samples to new memory."""
     store = ArrayStore(images(4, ODD))
     assert np.array_equal(
         served([v1.PILToTensor()], store, [2, 0]), np.stack([store.samples[2], store.samples[0]])
@@ -451,7 +451,7 @@ def test_no_ops_copy() -> None:
 
 
 def test_a_sample_does_not_depend_on_its_batch() -> None:
-    """In batches of any size, order and company, in any epoch array, a sample has the same pixels."""
+    """A sample has the same pixels in batches of any size and order, with one epoch for all or one for each."""
     store = ArrayStore(images(130, EIGHTS))
     steps = [
         v1.RandomCrop(8, padding=3),
@@ -566,7 +566,7 @@ def test_batch_memory_must_be_contiguous() -> None:
 
 @pytest.mark.parametrize("samples", [np.zeros((3, 6, 5), np.float32), np.zeros((6, 5), np.uint8)])
 def test_samples_that_are_no_uint8_images(samples: np.ndarray) -> None:
-    """Compiling for them is an error that names dtype, shape and the cure."""
+    """Batch ops for samples other than uint8 images are an error that names dtype, shape and the cure."""
     store = ArrayStore([samples], "tensor")
     with pytest.raises(
         ValueError, match=rf"the samples are {samples.dtype} of shape .*batch_ops=False"
@@ -601,7 +601,7 @@ def test_half_floats_are_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_bfloat16_images_of_v2_are_told_as_such() -> None:
-    """Samples, and what an unknown step gets of them, are no integers that hold the bits."""
+    """Samples, also those that an unknown step gets, are bfloat16 tensors, not integers with their bits."""
     samples = [(tv_tensors.Image(torch.from_numpy(array)), 0) for array in images(2, EIGHTS)]
     steps = [v2.RandomHorizontalFlip(), v2.ToDtype(torch.bfloat16, scale=True)]
     for transform in (v2.Compose(steps), v2.Compose([*steps, v1.Lambda(lambda image: image * 1)])):
@@ -612,7 +612,7 @@ def test_bfloat16_images_of_v2_are_told_as_such() -> None:
 
 
 def test_what_comes_before_an_unknown_step_is_served_in_batches() -> None:
-    """The step gets the very samples that it would get one by one, and its batches equal these."""
+    """An unknown step gets the same samples as if they were read one by one, and the batches are equal."""
     seen: list[Any] = []
     samples = [
         (Image.fromarray(array.transpose(1, 2, 0)), i) for i, array in enumerate(images(6, EIGHTS))
@@ -668,7 +668,7 @@ def test_draws_and_pixels_do_not_follow_the_default_device(api: Any) -> None:
 
 
 def test_magnitudes_may_be_halves() -> None:
-    """RandAugment's are of torch's default type, NumPy has no bfloat16."""
+    """RandAugment works if torch's default dtype is bfloat16, which NumPy does not have."""
     image = Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3))
     torch.set_default_dtype(torch.bfloat16)
     try:
