@@ -247,8 +247,8 @@ REFUSED = {
 
 def test_nearest_exact_rounds_ties_as_the_installed_opencv_does() -> None:
     """A step that the core would round differently runs as written."""
-    array = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
-    transform = A.Compose([A.RandomScale((2.5, 2.5), p=1, interpolation=NEAREST_EXACT)])
+    array = np.arange(108, dtype=np.uint8).reshape(6, 6, 3)
+    transform = A.Compose([A.RandomScale((0.5, 0.5), p=1, interpolation=NEAREST_EXACT)])
     with CachedDataset([(array, 0)], transform=transform) as dataset:
         assert np.array_equal(dataset[0][0], transform(image=array)["image"])
 
