@@ -184,6 +184,9 @@ REFUSED = {
     "has a fill that is not a uint8 value": lambda: A.Pad(1, fill=0.5),
     "has a fill for another number of channels": lambda: A.Pad(1, fill=(1.0, 2.0)),
     "comes after the conversion to floats": lambda: A.Compose([A.Normalize(), A.Normalize()]),
+    "comes after a Normalize with statistics of each image": lambda: A.Compose(
+        [A.Normalize(normalization="image"), A.RandomCrop(4, 4)]
+    ),
     "pads with a constant after the conversion": lambda: A.Compose([A.ToFloat(), A.Pad(1)]),
     "gets samples that ToFloat did not make": lambda: A.FromFloat(),
     "has bbox_params or keypoint_params": lambda: A.Compose(

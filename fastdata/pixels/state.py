@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdata.pixels.arrays import Float64s
 from fastdata.pixels.samples import Form
-from fastdata.pixels.steps import Fill, Step, Steps, child, sequence
+from fastdata.pixels.steps import Fields, Fill, Step, Steps, child, sequence
 
 Reader = Callable[[Any, "State"], "Step | State"]
 """Function that reads one of the user's objects as a step, or as the state of samples after it."""
@@ -49,17 +49,20 @@ class State:
         return (*self.steps, *self.floats)
 
     @property
+    def cast(self) -> Fields:
+        """Fields of the conversion to floats; empty if there is none."""
+        return self.floats[0].fields if self.floats else {}
+
+    @property
     def dtype(self) -> str:
-        return str(self.floats[0].fields["dtype"]).lower() if self.floats else "uint8"
+        return str(self.cast.get("dtype", "uint8")).lower()
 
     @property
     def is_normalized(self) -> bool:
-        fields = self.floats[0].fields if self.floats else {}
-        return bool(fields.get("means") or fields.get("statistic"))
+        return bool(self.cast.get("means") or self.cast.get("statistic"))
 
     def add(self, step: Step) -> State:
-        is_of_floats = self.floats and step.name in _OF_FLOATS
-        if step.name == "cast" or is_of_floats:
+        if step.name == "cast" or (self.floats and step.name in _OF_FLOATS):
             return replace(self, floats=(*self.floats, step))
         # All other steps move or change uint8. After the conversion to floats only steps that move
         # pixels are accepted (`need_movable`), and these give the same if they run before it.
@@ -115,6 +118,12 @@ def need_colours(state: State) -> None:
 
 
 def need_movable(state: State) -> None:
-    """Refuse steps that move pixels after erasing or noise on floats, which would have to move."""
+    """Refuse steps that move pixels if they cannot run before the conversion to floats.
+
+    Erasing and noise on floats would have to move, too. Other pixels would change the statistics
+    that albumentations' Normalize takes from each image.
+    """
     if state.floats[1:]:
         raise UnknownStepError("comes after erasing or noise on floats")
+    if state.cast.get("statistic"):
+        raise UnknownStepError("comes after a Normalize with statistics of each image")
