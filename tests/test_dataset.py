@@ -1128,6 +1128,9 @@ def test_the_plan_of_files_that_are_not_stored(image_folder: FolderMaker) -> Non
         assert str(dataset.plan).startswith("prepare, on every read:       Resize(size=(8, 8)")
         assert ">on every read<" in dataset.plan._repr_html_()
         assert "because batch_ops=False" in str(DataLoader(dataset).report())
+    root = image_folder(root="more")
+    with ImageFolder(root, transform, storage="compressed", codec="source") as dataset:
+        assert str(dataset.plan).startswith("prepare, on every read:       Resize(size=(8, 8)")
 
 
 @pytest.mark.parametrize("kind", [CachedDataset, ImageFolder, ImageManifest])

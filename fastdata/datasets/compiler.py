@@ -25,6 +25,7 @@ from fastdata.pixels.split import plan_pairs, split_transform, split_upright
 from fastdata.pixels.transform_keys import describe_transforms
 from fastdata.stores.kept import KeptSamples
 from fastdata.stores.preparer import Steps
+from fastdata.stores.source_codec import SOURCE
 from fastdata.stores.store import Store
 
 if TYPE_CHECKING:
@@ -185,11 +186,12 @@ def _compile_files(stored: Stored, transform: Transform | None) -> Compiled | No
 def _compile_source(stored: Stored, transform: Transform | None) -> Compiled:
     """Compile a transform for samples that are read and prepared one by one."""
     plan = split_transform(transform, only_last=True, obstacle=stored.obstacle)
-    return _compiled(stored, replace(plan, is_stored=False), map(_read_one_by_one, plan.each))
+    return _compiled(stored, plan, map(_read_one_by_one, plan.each))
 
 
 def _compiled(stored: Stored, plan: TransformPlan, columns: Iterable[Column]) -> Compiled:
-    plan = replace(plan, beforehand=stored.first_steps)
+    is_prepared = stored.kept is not None and stored.kept.stores[0].codec != SOURCE
+    plan = replace(plan, beforehand=stored.first_steps, is_prepared=is_prepared)
     return Compiled(plan, tuple(columns), stored.is_upright)
 
 

@@ -161,12 +161,13 @@ class Reading:
             return self.own
         if self.kept is not None and self.kept.is_tuple:
             return "samples have several parts, such as image and mask"
-        if not self.plan.is_stored and not any(view.unknown for view in self.plan.each):
-            return NOT_STORED
+        obstacle = self.plan.obstacle
+        if obstacle == NOT_STORED:
+            return obstacle
         if self.pair_transform is not None:
-            return f"samples have several parts, such as image and mask, and {self.plan.obstacle}"
-        if not self.plan.is_batched:
-            return f"the transform works per sample: {self.plan.obstacle}"
+            return f"samples have several parts, such as image and mask, and {obstacle}"
+        if obstacle:
+            return f"the transform works per sample: {obstacle}"
         if not all(column.alike for column in self.columns):
             return "the transform ends with a size that is drawn at random"
         return None

@@ -63,7 +63,8 @@ def warn_of_masks(parts: Parts) -> None:
 def _unseen(parts: Parts, seen: weakref.WeakSet[DatasetSamples]) -> list[PreparedDataset]:
     """Return the datasets that are not in ``seen``, and add them."""
     new = [dataset for dataset in parts.datasets if dataset._fastdata not in seen]
-    seen.update(dataset._fastdata for dataset in new)
+    for dataset in new:
+        seen.add(dataset._fastdata)
     return new
 
 
@@ -101,9 +102,8 @@ def _hint_at_caching(dataset: Any) -> None:
     is_folder = (kind.__module__, kind.__name__) == ("torchvision.datasets.folder", "ImageFolder")
     made = "fastdata.ImageFolder(...)" if is_folder else f"CachedDataset({kind.__name__}(...))"
     then = ", and runs its transform on whole batches" if has_transform else ""
-    before = ""
-    if inner is not dataset:
-        before = f" Wrap it before {type(dataset).__name__} or random_split takes a part of it."
+    first = f" Wrap it before {type(dataset).__name__} or random_split takes a part of it."
+    before = "" if inner is dataset else first
     warn_user(
         f"nothing is cached, so this loader is only as fast as torch's. {made} reads each item "
         f"once{then}.{before} Pass workers='process' to the loader to turn this warning off."

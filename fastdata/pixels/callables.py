@@ -102,10 +102,8 @@ _MORE = ("_IF_", "STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_", "EXC", 
 def _names_read(code: CodeType) -> frozenset[str] | None:
     """Return the names that a function looks up; None if it does more than call other objects."""
     names, instructions = read_code(code)
-    for instruction in instructions:
-        if any(word in instruction.opname for word in _MORE):
-            return None
-    return names
+    does_more = any(word in each.opname for each in instructions for word in _MORE)
+    return None if does_more else names
 
 
 def _parts_of(call: Any) -> tuple[FunctionType, frozenset[str], Any]:
@@ -158,9 +156,8 @@ def copy_on_stand_ins(call: Any, stand_in: Callable[[Any], Any]) -> Callable[...
     def of_any(value: Any, names: frozenset[str] = names) -> Any:
         if not isinstance(value, ModuleType):
             return stand_in(value)
-        inner = {}
-        for name in names & vars(value).keys():
-            inner[name] = of_any(vars(value)[name], names - {name})
+        named = names & vars(value).keys()
+        inner = {name: of_any(vars(value)[name], names - {name}) for name in named}
         return SimpleNamespace(**inner)
 
     run = _run_copy(function, names, owner, of_any)

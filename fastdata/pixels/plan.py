@@ -19,7 +19,7 @@ from fastdata.pixels.steps import Steps
 Transform = Callable[[Any], Any]
 PairTransform = Callable[[Any, Any], Any]
 NOT_STORED = "storage='none' prepares every sample when it is read"
-"""Reason why batches need Python work per sample if samples are not stored."""
+"""Reason why known transforms run per sample if samples are not stored."""
 _SHOWN_LETTERS = 100
 """Most letters of a transform's text in a reason."""
 _SHOWN_MASKS = {
@@ -48,7 +48,7 @@ class TransformPlan:
         views_type: type of the collection of views that a sample becomes, list or tuple.
         mask: plan of the mask that belongs to an image, if the transform takes both.
         beforehand: the dataset's own ``prepare=`` and ``resize=``, which run before ``prepare``.
-        is_stored: False if nothing is stored, so that ``prepare`` runs on every read.
+        is_prepared: False if ``prepare`` runs on every read: nothing is stored, or the files are.
     """
 
     kind: Form
@@ -62,7 +62,7 @@ class TransformPlan:
     views_type: type = list
     mask: TransformPlan | None = None
     beforehand: tuple[Transform, ...] = ()
-    is_stored: bool = True
+    is_prepared: bool = True
 
     @property
     def may_draw(self) -> bool:
@@ -77,15 +77,14 @@ class TransformPlan:
     @property
     def obstacle(self) -> str | None:
         """The reason why batches cannot be made as one tensor; None if they can."""
-        if self.per_sample:
+        if self.per_sample and self.reason != NOT_STORED:
             first = text_of_transform(self.per_sample[0])
             return f"{shorten(first, _SHOWN_LETTERS, placeholder=' ...')} {self.reason}"
         for number, view in enumerate(self.views):
             if view.obstacle:
                 return f"in view {number} {view.obstacle}"
-        if self.kind != "pil" or self.views:
-            return None
-        return "the transform ends with a PIL image" if self.is_stored else NOT_STORED
+        is_pil = self.kind == "pil" and not self.views
+        return self.reason or ("the transform ends with a PIL image" if is_pil else None)
 
     @property
     def each(self) -> tuple[TransformPlan, ...]:
@@ -114,16 +113,15 @@ class TransformPlan:
         return run_transforms(self.per_sample[len(self.unknown) :], sample)
 
     def __repr__(self) -> str:
-        when = "once per sample:" if self.is_stored else "on every read:  "
+        when = "once per sample:" if self.is_prepared else "on every read:  "
         lines = [f"prepare, {when}     {_texts((*self.beforehand, *self.prepare))}"]
         for number, view in enumerate(self.each):
             name = f"view {number}" if self.views else "batch ops"
             lines.append(f"{name + ', on whole batches:':30}{_texts(view.batched)}")
             lines.append(f"per sample, as written:       {_texts(view.unknown)}")
-            if view.per_sample:
-                lines.append(f"    because {view.obstacle}")
-            elif view.obstacle:
-                lines.append(f"    one by one, because {view.obstacle}")
+            if view.obstacle:
+                how = "" if view.per_sample else "one by one, "
+                lines.append(f"    {how}because {view.obstacle}")
             if view.last:
                 lines.append(f"after them, on whole batches:  {_texts(view.last.batched)}")
         if self.mask:
@@ -144,7 +142,7 @@ class TransformPlan:
         # By default, notebooks align the text of a table to the right.
         cell = '<td style="text-align:left; vertical-align:top">{}</td>'
         cells = "".join(f"<tr>{''.join(map(cell.format, row))}</tr>" for row in rows)
-        when = "once per image" if self.is_stored else "on every read"
+        when = "once per image" if self.is_prepared else "on every read"
         titles = (when, "on whole batches", "per sample, in Python")
         head = "".join(f'<th style="text-align:left">{title}</th>' for title in titles)
         return f"<table><tr>{head}</tr>{cells}</table>"

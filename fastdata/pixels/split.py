@@ -13,7 +13,7 @@ from fastdata.pixels.draws import is_random
 from fastdata.pixels.fingerprint import fingerprint
 from fastdata.pixels.known import is_preparable, is_reforming, known_name
 from fastdata.pixels.own_transforms import Views
-from fastdata.pixels.plan import TransformPlan, text_of_transform
+from fastdata.pixels.plan import NOT_STORED, TransformPlan, text_of_transform
 from fastdata.pixels.readers import moves_pixels, recognise
 from fastdata.pixels.samples import Form
 from fastdata.pixels.state import State, UnknownStepError
@@ -184,9 +184,10 @@ def _plan(
         known, read, reason = _read(rest, state)
         if not only_last:
             state = read
+        elif not reason:
+            known, reason = 0, NOT_STORED
         elif known:
-            known = 0
-            reason = "gets samples that are read one by one"
+            known, reason = 0, "gets samples that are read one by one"
         last = _read_last(rest, known + (not only_last), first, state)
     return TransformPlan(
         prepare=transforms[:prepared],
@@ -194,7 +195,7 @@ def _plan(
         per_sample=rest[known:],
         kind=state.kind,
         batched=rest[:known],
-        reason=reason if rest[known:] else "",
+        reason=reason if only_last or rest[known:] else "",
         last=last,
     )
 

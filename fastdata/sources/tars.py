@@ -138,9 +138,10 @@ class TarSamples:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
             members = list(_members(tar))
         # A header may state any size, but a slice is never larger than ``data``.
-        contents = {}
-        for _, ending, info in members:
-            contents[ending] = data[info.offset_data : info.offset_data + info.size]
+        contents = {
+            ending: data[info.offset_data : info.offset_data + info.size]
+            for _, ending, info in members
+        }
         names = _image_and_target(contents) if self._columns is None else self._columns
         key = members[0][0]
         item: dict[str, Any] = {}

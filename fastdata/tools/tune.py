@@ -86,8 +86,9 @@ def tune(
     space = parameters or _usual_space(dataset)
     usual = min(_WORKERS_PER_GPU, usable_cores())
     counts = space.get("num_workers", [usual])
-    start = {"batch_size": batch_size} | {name: values[0] for name, values in space.items()}
+    start = {name: values[0] for name, values in space.items()}
     start["num_workers"] = min(counts, key=lambda count: abs(count - usual))
+    start.setdefault("batch_size", batch_size)
     began = time.perf_counter()
     with progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress) as bar:
         judge = Judge(prepare_some(dataset), collate_fn or collate, began + max_seconds, bar)
