@@ -47,7 +47,7 @@ def progress_bar(
         enabled: False shows nothing.
     """
     options: dict[str, Any] = {}  # in a terminal the variable TQDM_DISABLE decides
-    if not enabled:
+    if not (enabled and hasattr(sys.stderr, "isatty")):  # some streams have only `write`
         options["disable"] = True
     elif not sys.stderr.isatty():
         options["disable"] = None  # tqdm draws in notebooks only
@@ -79,7 +79,7 @@ def as_text(lines: Iterable[Line]) -> str:
     # Consecutive rows are one table.
     texts: list[Any] = []
     for kind, found in groupby(lines, type):
-        rows: list[Any] = list(found)
+        rows: Any = list(found)
         if kind is str:
             texts += rows
             continue
@@ -174,8 +174,7 @@ class EpochReport(Report):
 
     def as_dict(self) -> dict[str, float]:
         """Return the figures for a logger: ``wandb.log(loader.report().as_dict())``."""
-        values = asdict(self).items()
-        figures = {name: it for name, it in values if isinstance(it, (int, float))}
+        figures = {k: it for k, it in asdict(self).items() if isinstance(it, (int, float))}
         return figures | {"samples_per_s": self.samples_per_s, "wait_share": self.wait_share}
 
     def _lines(self) -> Iterator[Line]:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,3 +201,12 @@ def test_a_process_killed_while_it_draws_a_bar_holds_up_no_other() -> None:
     process.join()
     process.close()
     progress_bar(1, "ours", enabled=False).close()
+
+
+@pytest.mark.parametrize("stream", [None, SimpleNamespace(write=len, flush=int)])
+def test_a_stream_without_isatty_shows_no_bar(
+    monkeypatch: pytest.MonkeyPatch, stream: object
+) -> None:
+    """``sys.stderr`` is None without a console, and scripts replace it by objects with ``write``."""
+    monkeypatch.setattr("sys.stderr", stream)
+    prepare_and_tell(20)
