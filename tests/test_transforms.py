@@ -676,3 +676,14 @@ def test_magnitudes_may_be_halves() -> None:
         assert [target for _, target in cached] == [0, 0, 0]
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("api", [v1, v2])
+@pytest.mark.parametrize("mode", [None, "RGB"])
+def test_tensors_that_become_images_before_the_store_are_cast(api: Any, mode: Any) -> None:
+    """ToTensor gets the images that ToPILImage left in the store, not the tensors before it."""
+    image = Image.fromarray(np.arange(90, dtype=np.uint8).reshape(5, 6, 3))
+    steps = [api.PILToTensor(), api.ToPILImage(mode), api.RandomHorizontalFlip(1.0), v1.ToTensor()]
+    transform = api.Compose(steps)
+    with CachedDataset([(image, 0)], transform=transform) as dataset:
+        assert torch.equal(dataset[0][0], transform(image))

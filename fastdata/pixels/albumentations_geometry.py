@@ -208,13 +208,11 @@ def _read_to_float(transform: Any, state: State) -> Step:
 
 def _read_from_float(transform: Any, state: State) -> State:
     """Read FromFloat, if it restores exactly the values before ToFloat."""
-    first, *others = state.floats or (None,)
-    is_plain = first is not None and first.fields["scaling"] == "SCALE_NONE" and not others
+    is_plain = state.cast.get("scaling") == "SCALE_NONE" and not state.floats[1:]
     if not is_plain or transform.dtype != "uint8":
         raise UnknownStepError("gets samples that ToFloat did not make")
-    assert first is not None
     levels = np.arange(256, dtype=np.float32)
-    made = np.rint(levels / np.float32(first.fields["std"][0]) * np.float32(transform.max_value))
+    made = np.rint(levels / np.float32(state.cast["std"][0]) * np.float32(transform.max_value))
     if not np.array_equal(made, levels):
         raise UnknownStepError("does not give back the values before ToFloat")
     return replace(state, floats=())

@@ -176,6 +176,8 @@ def _plan(
         # There is no reader for exif_transpose: it does not change the form.
         with suppress(UnknownStepError):
             state = replace(state, kind=recognise(transform, State(kind=state.kind)).kind)
+        if known_name(transform) == "ToPILImage":  # its reader also needs the number of channels
+            state = replace(state, kind="pil")
     first = state.at + prepared
     state = replace(state, at=first)
     known = 0
