@@ -66,12 +66,16 @@ def test_an_update_that_fails_leaves_the_cache_as_it_was(image_folder: Folder) -
     assert all_files(root.parent / "cache") == before
 
 
+@pytest.mark.parametrize(
+    "broken",
+    ["fastdata.stores.cache.np.savez", "fastdata.sources.local_files.LocalFiles.pipe_file"],
+)
 def test_no_room_for_the_last_small_files_is_an_error(
-    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """If samples fit but the small files do not, the error has the free space, and no file is left."""
     root = image_folder(size=(13, 11))
-    monkeypatch.setattr("fastdata.stores.cache.np.savez", refuse(errno.ENOSPC))
+    monkeypatch.setattr(broken, refuse(errno.ENOSPC))
     with pytest.raises(
         CacheError,
         match=r"too full for the cache: it ran out of room .* are free\. Free some space",

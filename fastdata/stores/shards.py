@@ -149,29 +149,29 @@ class ShardWriter:
         if task.columns is not None:
             assert isinstance(preparer.source, FileSource)
             preparer = preparer._replace(source=replace(preparer.source, **task.columns))
-        with ExitStack() as cleanup:
+        with ExitStack() as unfinished, ExitStack() as cleanup:
             folder = Path(self.place.url)
             if self.place.is_remote:
                 folder = cleanup.enter_context(fleeting_folder())
             # Two tasks may write the same shard, for example after a node was lost. Each writes
             # files with unique names and renames them at the end. Their bytes are equal, so any
             # order is right.
-            new_paths = [folder / uuid.uuid4().hex for _ in self.plans]
-            plans = [
-                replace(plan, path=new) for plan, new in zip(self.plans, new_paths, strict=True)
-            ]
+            plans = [replace(plan, path=folder / uuid.uuid4().hex) for plan in self.plans]
             stores, written = ingest(preparer, plans, task.positions, self.options, self.count)
             for store in stores:
                 cleanup.callback(store.close)
             shard = self._make_index(task, stores, written)
             packed = shard.pack()
-            for new, [name] in zip(new_paths, shard.files(), strict=True):
+            for plan, [name] in zip(plans, shard.files(), strict=True):
+                assert plan.path
                 if self.place.is_remote:
-                    self.place.upload(name, new)
+                    self.place.upload(name, plan.path)
                 else:
-                    new.replace(folder / name)
+                    plan.path.replace(folder / name)
+                    unfinished.callback(self.place.remove, name)
             # The manifest is written last, so that the files exist if it does.
             self.place.write(shard_manifest_name(task.name), packed)
+            unfinished.pop_all()
         return packed
 
     def _make_index(self, task: ShardTask, stores: Sequence[Store], written: Written) -> Cache:
