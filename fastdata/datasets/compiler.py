@@ -190,7 +190,7 @@ def _compile_source(stored: Stored, transform: Transform | None) -> Compiled:
 
 
 def _compiled(stored: Stored, plan: TransformPlan, columns: Iterable[Column]) -> Compiled:
-    is_prepared = stored.kept is not None and stored.kept.stores[0].codec != SOURCE
+    is_prepared = stored.kept is not None and stored.prepared.storage_plan.codec != SOURCE
     plan = replace(plan, beforehand=stored.first_steps, is_prepared=is_prepared)
     return Compiled(plan, tuple(columns), stored.is_upright)
 
