@@ -334,6 +334,16 @@ def test_masks_of_several_sizes_are_named_like_images(storage: Any, form: str) -
         list(DataLoader(dataset, batch_size=2))
 
 
+def test_boxes_are_not_taken_for_images_of_several_modes() -> None:
+    """One box and three boxes, (1, 4) and (3, 4), differ in their number, not in their channels."""
+    pairs = [(torch.zeros(3, 6, 6, dtype=torch.uint8), np.zeros((n, 4))) for n in (1, 3)]
+    with (
+        CachedDataset(pairs) as dataset,
+        pytest.raises(MixedSizesError, match=r"\(3, 4\)\. Give all images \(and masks\)"),
+    ):
+        list(DataLoader(dataset, batch_size=2))
+
+
 def test_images_of_several_modes_get_their_own_cure() -> None:
     """If a batch has grey and RGB images, the error advises to convert them, not to resize them."""
     pairs = [(photo(mode, (6, 5)), 0) for mode in ("RGB", "L")]

@@ -12,6 +12,9 @@ from fastdata.datasets.trees import leaves_of
 from fastdata.errors import MixedSizesError
 from fastdata.pixels.arrays import Array
 
+_Named = tuple[str, Sequence[int]]
+"""Name of a sample in a message, and the sample's shape."""
+
 _UNEQUAL = "stack expects each tensor to be equal size"
 """The beginning of torch's error for tensors of several shapes."""
 
@@ -58,16 +61,16 @@ def _shapes_in(sample: Any) -> list[Sequence[int]]:
     return [array.shape for array in arrays]
 
 
-def _error_of(one: tuple[str, Sequence[int]], other: tuple[str, Sequence[int]]) -> MixedSizesError:
-    """Return the error for two samples, each given by its name and its shape."""
+def _error_of(one: _Named, other: _Named) -> MixedSizesError:
     named = [f"{name} is {tuple(shape)}" for name, shape in (one, other)]
     cure = (
         "Give all images (and masks) the same size in the transform, such as by Resize((height, "
         "width)) or RandomResizedCrop; or put images of one size into each batch with "
         "fastdata.loaders.buckets.BucketSampler; or pad them in collate_fn="
     )
-    # The first number of (C, H, W): 1 for grey, 3 for RGB and 4 for RGBA images.
-    if {*one[1][:1], *other[1][:1]} in ({1, 3}, {1, 4}, {3, 4}):
+    # Images (C, H, W) that are grey, RGB or RGBA. Boxes (N, 4) differ in their first number, too.
+    channels = {shape[0] for _, shape in (one, other) if len(shape) == 3}
+    if channels in ({1, 3}, {1, 4}, {3, 4}):
         cure = (
             "Give all images the same number of channels: by .convert('RGB') in the dataset or its "
             "loader=, or by Grayscale(3) as the first step of the transform"
