@@ -175,9 +175,9 @@ def _plan(
     for transform in transforms[:prepared]:
         # There is no reader for exif_transpose: it does not change the form.
         with suppress(UnknownStepError):
-            state = replace(state, kind=recognise(transform, State(kind=state.kind)).kind)
-        if known_name(transform) == "ToPILImage":  # its reader also needs the number of channels
-            state = replace(state, kind="pil")
+            # ToPILImage needs a number of channels. Which one it is does not change the kind.
+            after = recognise(transform, State(kind=state.kind, channels=3))
+            state = replace(state, kind=after.kind)
     first = state.at + prepared
     state = replace(state, at=first)
     known = 0
