@@ -79,7 +79,7 @@ def as_text(lines: Iterable[Line]) -> str:
     # Consecutive rows are one table.
     texts: list[Any] = []
     for kind, found in groupby(lines, type):
-        rows: Any = list(found)
+        rows: list[Any] = list(found)
         if kind is str:
             texts += rows
             continue
@@ -168,13 +168,13 @@ class EpochReport(Report):
         names = [f"epoch {number}" for number, _ in enumerate(self.epochs, 1)]
         waited = [wait_s for wait_s, _ in self.epochs]
         busy = [busy_s for _, busy_s in self.epochs]
-        return show_bars(
-            names, {"waited for data": waited, "in the training loop": busy}, "seconds"
-        )
+        parts = {"waited for data": waited, "in the training loop": busy}
+        return show_bars(names, parts, "seconds")
 
     def as_dict(self) -> dict[str, float]:
         """Return the figures for a logger: ``wandb.log(loader.report().as_dict())``."""
-        figures = {k: it for k, it in asdict(self).items() if isinstance(it, (int, float))}
+        values = asdict(self).items()
+        figures = {name: it for name, it in values if isinstance(it, (int, float))}
         return figures | {"samples_per_s": self.samples_per_s, "wait_share": self.wait_share}
 
     def _lines(self) -> Iterator[Line]:

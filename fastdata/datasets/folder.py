@@ -98,15 +98,15 @@ class ImageFolder(ImageFiles):
             is_valid_file=is_valid_file,
             allow_empty=allow_empty,
         )
+        paths = [path for path, _ in samples]
+        targets = [target for _, target in samples]
         origin = FileOrigin(
             loader=loader or load_image,
             root=folder,
             place=place,
             list_name="" if is_usual else None,
         )
-        listed = Listed(
-            [path for path, _ in samples], [target for _, target in samples], class_to_idx
-        )
+        listed = Listed(paths, targets, class_to_idx)
         self._fastdata = file_samples(self, origin, listed, chosen, transform, target_transform)
 
     @staticmethod

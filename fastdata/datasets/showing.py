@@ -26,6 +26,9 @@ _IMAGES_PER_ROW = 8
 _MOST_LETTERS = 24
 """Length of a label above an image."""
 
+Undo = Callable[[Array], Array]
+"""Gives an image the colours that it had before Normalize."""
+
 
 def show_dataset(dataset: PreparedDataset, count: int) -> Any:
     """Return a figure of ``count`` items, spread over the dataset."""
@@ -105,7 +108,7 @@ def _draw_grid(cells: Sequence[_Cell], images: int, cells_per_row: int) -> Any:
     return figure
 
 
-def _cell(item: Any, undo: Callable[[Array], Array], classes: Sequence[str]) -> _Cell:
+def _cell(item: Any, undo: Undo, classes: Sequence[str]) -> _Cell:
     """Return the pictures of an item, and the text of all other values."""
     pictures: list[Array] = []
     texts: list[str] = []
@@ -156,7 +159,7 @@ def _name(value: Any, classes: Sequence[str]) -> str:
     return str(value)
 
 
-def _to_picture(image: Any, undo: Callable[[Array], Array]) -> Array:
+def _to_picture(image: Any, undo: Undo) -> Array:
     """Return an image as uint8 or floats in [0, 1], (H, W, 3), or (H, W) for grays and masks."""
     if is_pil(image):
         return np.asarray(image.convert("RGB"))
@@ -182,7 +185,7 @@ def _array_of(image: torch.Tensor) -> Array:
     return values
 
 
-def _undo_normalize(transform: Any) -> Callable[[Array], Array]:
+def _undo_normalize(transform: Any) -> Undo:
     """Return a function that gives images the colours that they had before the last Normalize."""
     singles = flatten_transform(joint_transforms(transform))
     if singles and isinstance(singles[-1], Views):

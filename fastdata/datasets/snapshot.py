@@ -19,6 +19,8 @@ from fastdata.pixels.albumentations_objects import PACKAGE, settings_of
 from fastdata.pixels.callables import outside_of
 from fastdata.pixels.known import LIBRARIES
 
+Container = dict[object, object] | list[object]
+
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, Enum)
 
 
@@ -34,8 +36,8 @@ class Snapshot:
         self._float = torch.get_default_dtype()  # ToTensor converts to it
         # Containers (including the attributes of objects), and shallow copies of them. Shallow is
         # enough, because containers inside of them are in this list too.
-        self._parts: list[dict[object, object] | list[object]] = []
-        self._copies: list[dict[object, object] | list[object]] = []
+        self._parts: list[Container] = []
+        self._copies: list[Container] = []
         # For other contents: the function that reads them, the object, and the contents at this
         # time.
         self._others: list[tuple[Callable[[Any], object], object, object]] = []

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from fastdata.datasets.batch import Collate
 
 
+IsLeaf = Callable[[Any], bool]
+MapLeaf = Callable[[Any], Any]
+
+
 def is_tensor(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, PackedSequence))
 
@@ -28,9 +32,7 @@ def is_container(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def map_batch(
-    function: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] = is_tensor
-) -> Any:
+def map_batch(function: MapLeaf, batch: Any, is_leaf: IsLeaf = is_tensor) -> Any:
     """Return a batch in which each tensor is replaced by the result of ``function``.
 
     Tuples, namedtuples, lists, mappings, dataclasses and ``SampleBatch`` keep their type. A
@@ -49,7 +51,7 @@ def map_batch(
     return _map_value(function, batch, is_leaf, {})
 
 
-def leaves_of(batch: Any, is_leaf: Callable[[Any], bool] = is_tensor) -> list[Any]:
+def leaves_of(batch: Any, is_leaf: IsLeaf = is_tensor) -> list[Any]:
     """Return the tensors in a batch, or the values for which ``is_leaf`` is True, each once.
 
     Example:
@@ -67,9 +69,9 @@ def leaves_of(batch: Any, is_leaf: Callable[[Any], bool] = is_tensor) -> list[An
 
 
 def _map_value(
-    function: Callable[[Any], Any],
+    function: MapLeaf,
     value: Any,
-    is_leaf: Callable[[Any], bool],
+    is_leaf: IsLeaf,
     results: dict[int, Any],
 ) -> Any:
     # Not a closure that calls itself: it would be part of a reference cycle, which would keep the

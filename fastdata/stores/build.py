@@ -85,13 +85,10 @@ def prepare_on_disk(
     """
     assert options.cache_dir is not None
     opening, listing, root = described
+    is_pil = getattr(preparer.source.opening, "form", None) == "pil"
     key = {
         "source": opening,
-        "prepare": describe_transforms(
-            preparer.prepare.steps,
-            options.cache_key,
-            is_pil=getattr(preparer.source.opening, "form", None) == "pil",
-        ),
+        "prepare": describe_transforms(preparer.prepare.steps, options.cache_key, is_pil=is_pil),
         "codec": describe_codec(options.codec, options.cache_key),
     }
     if root and not is_url(root):
@@ -99,7 +96,8 @@ def prepare_on_disk(
     # There is one cache for each folder and way to prepare it, so that the next build finds the
     # shards whose files are unchanged. ``content`` changes with any of the files.
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
-    name = f"{stem}-{short_digest(json.dumps({**key, 'root': root}, sort_keys=True).encode())}"
+    basis = json.dumps({**key, "root": root}, sort_keys=True).encode()
+    name = f"{stem}-{short_digest(basis)}"
     content = str(len(preparer.source))
     if listing is not None:
         content = listing.digest(slice(None))
