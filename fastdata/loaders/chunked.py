@@ -333,7 +333,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         return replace(report, path=f"{chunks}{cache}; {report.path}")
 
     def ring_slots(self, held: int) -> int:
-        """Return the number of buffers for threads, if the user keeps ``held`` batches at a time."""
+        """Return the number of buffers for threads, if the user keeps ``held`` batches."""
         return self._loader._fastdata.ring_slots(self._loader, held)
 
     def state_dict(self) -> StateDict:

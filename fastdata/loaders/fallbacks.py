@@ -93,8 +93,8 @@ def _hint_at_caching(dataset: Any) -> None:
         inner = inner.dataset
     kind = type(inner)
     has_transform = hasattr(inner, "transform") or hasattr(inner, "transforms")
-    # Another dataset may hold numbers or texts, which gain nothing from a cache. One that draws, such
-    # as a random partner for each item, is refused by ``CachedDataset``.
+    # Another dataset may hold numbers or texts, which gain nothing from a cache. ``CachedDataset``
+    # refuses one that draws, for example a random partner for each item.
     holds_images = has_transform or _names(kind, "image", "img", "imread")
     if kind in _HINTED or not holds_images or _names(kind, "rand", "rng"):
         return

@@ -1,4 +1,4 @@
-"""The form of the tensors that a prefetcher serves, and the conversion of images to floats there."""
+"""The form of a prefetcher's tensors, and the conversion of images to floats on the device."""
 
 from __future__ import annotations
 

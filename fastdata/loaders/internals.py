@@ -232,7 +232,7 @@ class LoaderInternals:
     # For a prefetcher
 
     def ring_slots(self, loader: DataLoader[Any], held: int) -> int:
-        """Return the number of buffers for threads, if the user keeps ``held`` batches at a time."""
+        """Return the number of buffers for threads, if the user keeps ``held`` batches."""
         return self.engine.workers * (loader.prefetch_factor or 0) + 1 + held
 
     def device_obstacle(self, loader: DataLoader[Any]) -> str | None:

@@ -288,7 +288,7 @@ def _staged_from(reader: AnyReader) -> tuple[AnyReader, Step | None]:
 def read_parts(
     mixing: Mixing, handle: Callable[[], Reader], batch: IndexBatch, ring: BatchRing
 ) -> list[Any]:
-    """Return the images of a batch as they are sent to a device, its labels, and its blend."""
+    """Return what is sent to a device: the images of a batch, its labels, and its blend."""
     reader = handle()
     sent, _ = reader.without_cast
     [images, _] = sent.read_batch(batch, ring.lease, lambda _: None)

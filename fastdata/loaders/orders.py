@@ -117,8 +117,8 @@ def weighted(weights: Any) -> Order:
     if not is_right.all():
         wrong = is_right.argmin()
         raise ValueError(
-            f"weight {wrong} is {given[wrong]}, but each must be a number, finite and not negative, "
-            "and at least one of them above zero"
+            f"weight {wrong} is {given[wrong]}, but each must be a number, finite and not "
+            "negative, and at least one of them above zero"
         )
     return Order(
         draw=partial(_draw_weighted, given),

@@ -251,7 +251,7 @@ class Program:
     def _draw(
         self, keys: Keys, shapes_B3: Int32s, *, is_probe: bool = False
     ) -> tuple[Array, Int32s, Table]:
-        """Return the drawn ops, the shapes after all steps, and a table that is complete for them."""
+        """Return the drawn ops, the shapes after all steps, and a table with all their levels."""
         table = self._table
         while True:
             try:
@@ -271,8 +271,8 @@ class Program:
             b = refused.place
             raise error_of(step, refused, int(keys.indices[b]), shapes_B3[b]) from None
         height, width = refused.numbers["height"], refused.numbers["width"]
-        # A call may need as many as it has samples. With less room it would drop the first sizes for
-        # the last ones, and never end.
+        # A call may need as many as it has samples. With less room it would drop the first sizes
+        # for the last ones, and never end.
         policies = sum(each.levels is not None for each in self._every)
         most = max(_MOST_LEVELS, len(shapes_B3) * policies)
         levels = dict(table.levels) if len(table.levels) < most else {}

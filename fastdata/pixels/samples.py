@@ -137,7 +137,7 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
 
 
 def is_pil(value: Any) -> TypeGuard[Image.Image]:
-    """Return True for a PIL image. PIL is not imported: if nobody imported it, there is none."""
+    """Return True for a PIL image. PIL is not imported: before that, no value can be one."""
     # Another thread may be importing PIL.Image right now, before its class exists.
     return isinstance(value, getattr(sys.modules.get("PIL.Image"), "Image", ()))
 

@@ -236,8 +236,8 @@ def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
         if not isinstance(row, tuple | list) or len(row) != len(names):
             raise ValueError(
                 f"the list, item {index}, is {row!r}, but every item must be "
-                f"({', '.join(names)}). Pass label=None if there are no labels, and id=None if "
-                "there are no ids; or give a frame or the path of a CSV file."
+                f"({', '.join(names)}). Pass label=None for items without a label, and "
+                "id=None for items without an id; or give a frame or the path of a CSV file."
             )
     columns = {name: [row[k] for row in rows] for k, name in enumerate(names)}
     return _Table("the list", "item", range(len(rows)), columns)

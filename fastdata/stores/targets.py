@@ -56,10 +56,9 @@ def _pack_targets(targets: Sequence[Any] | Array, columns: Columns) -> Any:
         for target in islice(filterfalse(_is_json, targets), 2)
     ]
     raise ValueError(
-        "cache_dir= can store targets that are numbers, strings, arrays of one shape, lists or dicts "
-        "of numbers and strings (with strings as keys), or tuples of these, all of one length. It "
-        "found "
-        f"{' and '.join(others)}. Let the dataset return such targets, and convert them to what "
+        "cache_dir= can store targets that are numbers, strings, arrays of one shape, lists or "
+        "dicts of numbers and strings (with strings as keys), or tuples of these, all of one "
+        f"length. It found {' and '.join(others)}. Let the dataset return such targets, and convert them to what "
         "you need in target_transform=."
     )
 

@@ -63,7 +63,7 @@ def load() -> Core:
     """Return the library; it is opened once per process.
 
     Raises:
-        OSError: there is no library for this machine.
+        OSError: fastdata has no library for this machine.
     """
     return open_library(Path(__file__).parent)
 
